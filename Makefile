@@ -1,0 +1,38 @@
+# `make demo` and `make test` set everything up by themselves, in .venv, on a machine with Python 3.10 or newer.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint types unit bench format clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m cdgrab.paper.demo
+
+test: lint types unit
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks.sorter
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Installed again only when what is to be installed has changed.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "cdgrab needs Python 3.10 or newer; run: make PYTHON=/path/to/python3 demo")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fast,paper,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv results build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

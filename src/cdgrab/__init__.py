@@ -1,0 +1,32 @@
+"""Gradient-balanced data ordering for PyTorch: GraB and CD-GraB as a drop-in sampler."""
+
+from cdgrab.balance.rules import RULES, Greedy, Halving, Walk
+from cdgrab.data import Indexed
+from cdgrab.functional import balance
+from cdgrab.grads.flat import flat_grad, set_flat_grad
+from cdgrab.grads.per_example import per_example_grads
+from cdgrab.order import ORDERS
+from cdgrab.order.herding import herding_bound
+from cdgrab.ordering import Ordering
+from cdgrab.sampler import OrderedSampler
+from cdgrab.world import World
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ORDERS",
+    "RULES",
+    "Greedy",
+    "Halving",
+    "Indexed",
+    "OrderedSampler",
+    "Ordering",
+    "Walk",
+    "World",
+    "__version__",
+    "balance",
+    "flat_grad",
+    "herding_bound",
+    "per_example_grads",
+    "set_flat_grad",
+]

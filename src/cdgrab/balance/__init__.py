@@ -1,0 +1,1 @@
+"""Inner products in, signs out: the paper's loop, slow and obvious, and the fast versions that must equal it."""

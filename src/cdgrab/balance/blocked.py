@@ -1,0 +1,151 @@
+"""Signs of a block of rows from its table of inner products.
+
+Let `d_1 .. d_K` be rows in balancing order and `r` the running sum before them. Row `k` meets the running sum
+`r + e_1 d_1 + ... + e_{k-1} d_{k-1}`, so its inner product with it is
+
+    s_k = <r, d_k> + sum over j < k of e_j <d_j, d_k>.
+
+The `K` signs therefore follow from `K` dots with `r` and the `K x K` Gram matrix alone; then `r += e @ rows`, once.
+This is the paper's loop exactly, up to rounding. Whoever can supply the table need not hold the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdgrab.balance import compiled
+from cdgrab.balance.rules import FloatArray, Rule
+from cdgrab.order.fill import SignArray
+
+# Signs of this many rows are decided in plain Python before the rest of the table is brought up to date at once.
+_CHUNK = 8
+
+
+def block_signs(gram_KK: FloatArray, dots_K: FloatArray, thresholds_K: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Decide the signs of `K` rows from their inner products.
+
+    Args:
+        gram_KK: Inner products of the rows with each other.
+        dots_K: Inner products of the rows with the running sum before the first of them.
+        thresholds_K: Row `k` is `+1` if and only if `s_k <= thresholds_K[k]`.
+
+    Returns:
+        The signs (`+1.0` or `-1.0`) and the inner products `s_K` they were decided on.
+
+    Example:
+        >>> rows = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> block_signs(rows @ rows.T, np.zeros(3), np.zeros(3))[0]
+        array([ 1., -1.,  1.])
+    """
+    s_K = dots_K.copy()
+    signs_K = np.empty(len(s_K))
+    for start in range(0, len(s_K), _CHUNK):
+        stop = min(start + _CHUNK, len(s_K))
+        table = gram_KK[start:stop, start:stop].tolist()
+        dots = s_K[start:stop].tolist()
+        limits = thresholds_K[start:stop].tolist()
+        signs: list[float] = []
+        for k, row in enumerate(table):
+            s = dots[k]
+            for sign, product in zip(signs, row, strict=False):
+                s += sign * product
+            dots[k] = s
+            signs.append(1.0 if s <= limits[k] else -1.0)
+        s_K[start:stop] = dots
+        signs_K[start:stop] = signs
+        s_K[stop:] += signs_K[start:stop] @ gram_KK[start:stop, stop:]
+    return signs_K, s_K
+
+
+def block_size(dim: int) -> int:
+    """How many rows share a table. A Gram matrix costs `K * dim` per row and is cheap only while rows stay in cache."""
+    if dim <= 4096:
+        return 64
+    if dim <= 32768:
+        return 16
+    return 8 if dim <= 262144 else 1
+
+
+@dataclass
+class Tally:
+    """What a balancer saw in an epoch. `||r||^2` follows from the table, so watching it is free."""
+
+    rows: int = 0
+    flipped: int = 0
+    nonfinite: int = 0
+    norm2: float = 0.0
+    max_norm2: float = 0.0
+    sum_lengths: float = 0.0
+
+    def add(self, signs_K: FloatArray, s_K: FloatArray, lengths_K: FloatArray, finite_K: Any) -> None:
+        """Count a block of rows."""
+        norm2_K = self.norm2 + np.cumsum(np.where(finite_K, 2 * signs_K * s_K + lengths_K, 0.0))
+        self.rows += len(signs_K)
+        self.flipped += int(np.count_nonzero(signs_K < 0))
+        self.nonfinite += int(np.count_nonzero(~finite_K))
+        self.sum_lengths += float(lengths_K.sum())
+        self.norm2 = float(norm2_K[-1])
+        self.max_norm2 = max(self.max_norm2, float(norm2_K.max()))
+
+
+@dataclass
+class Balancer:
+    """One running sum: takes rows in balancing order, gives their signs.
+
+    A row that is not finite (or so long that its squared length is not) gets the sign `+1`, so that its pair keeps its
+    order, and leaves the running sum as it was.
+    """
+
+    rule: Rule
+    running_sum: Tensor = field(default_factory=lambda: torch.zeros(0))
+    tally: Tally = field(default_factory=Tally)
+
+    def start_epoch(self, epoch: int, num_rows: int) -> None:
+        """Begin at a running sum of zero."""
+        self.running_sum.zero_()
+        self.tally = Tally()
+        self.rule.start_epoch(epoch, num_rows)
+
+    def balance(self, rows_KD: Tensor) -> SignArray:
+        """Decide the signs of the next rows (float32 or float64, contiguous, not kept)."""
+        if len(rows_KD) == 0:
+            return np.empty(0, dtype=np.int8)
+        if self.running_sum.numel() == 0:
+            self.running_sum = torch.zeros(rows_KD.shape[1], dtype=rows_KD.dtype, device=rows_KD.device)
+        if compiled.available() and rows_KD.device.type == "cpu":
+            return self._balance_compiled(rows_KD)
+        size = block_size(rows_KD.shape[1])
+        return np.concatenate([self._balance_table(block_KD) for block_KD in rows_KD.split(size)])
+
+    def _balance_table(self, rows_KD: Tensor) -> SignArray:
+        gram_KK = _to_host(rows_KD @ rows_KD.T)
+        lengths_K = gram_KK.diagonal()
+        finite_K = np.isfinite(lengths_K)
+        if not finite_K.all():
+            keep_K = torch.from_numpy(finite_K).to(rows_KD.device)
+            rows_KD = torch.where(keep_K[:, None], rows_KD, 0.0)
+            gram_KK = _to_host(rows_KD @ rows_KD.T)
+            lengths_K = gram_KK.diagonal()
+        dots_K = _to_host(rows_KD @ self.running_sum)
+        thresholds_K = self.rule.thresholds(len(rows_KD), lambda: lengths_K)
+        signs_K, s_K = block_signs(gram_KK, dots_K, np.where(finite_K, thresholds_K, np.inf))
+        self.running_sum.addmv_(rows_KD.T, torch.from_numpy(signs_K).to(self.running_sum))
+        self.tally.add(signs_K, s_K, lengths_K, finite_K)
+        return signs_K.astype(np.int8)
+
+    def _balance_compiled(self, rows_KD: Tensor) -> SignArray:
+        rows = rows_KD.numpy()
+        thresholds_K = self.rule.thresholds(len(rows), lambda: compiled.lengths(rows))
+        signs_K, s_K, lengths_K = compiled.row_signs(rows, self.running_sum.numpy(), thresholds_K)
+        finite_K = np.isfinite(lengths_K)
+        self.tally.add(signs_K, s_K, np.where(finite_K, lengths_K, 0.0), finite_K)
+        return signs_K.astype(np.int8)
+
+
+def _to_host(tensor: Tensor) -> FloatArray:
+    return tensor.to("cpu", torch.float64).numpy()

@@ -1,0 +1,174 @@
+"""Rules that turn an inner product into a sign.
+
+All rules have one shape: the sign of row `k` is `+1` if and only if `s_k <= threshold_k`, where `s_k` is the inner
+product of the row with the running sum. Thresholds depend on the rows' squared lengths and on random draws, never on
+the signs, so they are known for a whole block before its first sign is decided, and one sign loop serves every rule:
+
+    greedy   threshold 0                                   (Lu et al., NeurIPS 2022)
+    walk     c * (1 - 2u), u uniform in [0, 1)             (Alweiss, Liu and Sawhney, STOC 2021)
+    halving  a_k * u, u uniform in [-1, 1)                 (kernel halving; Carrell et al., ICML 2025)
+
+A rule draws exactly one random number per row, in balancing order, so results do not depend on block size.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class Rule(Protocol):
+    """What a balancer needs of a rule. Rules are stateful; every balancer has its own copy."""
+
+    def start_epoch(self, epoch: int, num_rows: int) -> None:
+        """Forget the epoch before. `epoch` counts from 0; `num_rows` is how many rows this one will balance."""
+
+    def thresholds(self, num_rows: int, lengths: Callable[[], FloatArray]) -> FloatArray:
+        """Thresholds of the next `num_rows` rows; `lengths()` gives their squared lengths if they are needed."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Greedy:
+    """`+1` if and only if the running sum does not point the row's way: the paper's rule, and the default."""
+
+    def __init__(self, rng: np.random.Generator | None = None) -> None:
+        """`rng` is accepted so that all rules are made alike; nothing is drawn from it."""
+
+    def start_epoch(self, epoch: int, num_rows: int) -> None:
+        pass
+
+    def thresholds(self, num_rows: int, lengths: Callable[[], FloatArray]) -> FloatArray:  # noqa: ARG002
+        return np.zeros(num_rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Walk:
+    """Self-balancing walk: `+1` with probability `1/2 - s / (2c)`, clipped to [0, 1].
+
+    Args:
+        rng: Source of the draws.
+        c: The walk's constant, in units of a squared gradient length. By default the largest squared length
+            seen so far in the epoch, which makes the rule indifferent to the gradients' scale.
+    """
+
+    def __init__(self, rng: np.random.Generator | None = None, c: float | None = None) -> None:
+        if c is not None and not c > 0:
+            raise ValueError(f"the walk's constant c is {c}; it must be positive")
+        self.c = c
+        self._rng = rng or np.random.default_rng(0)
+        self._largest = 0.0
+
+    def start_epoch(self, epoch: int, num_rows: int) -> None:  # noqa: ARG002
+        self._largest = 0.0
+
+    def thresholds(self, num_rows: int, lengths: Callable[[], FloatArray]) -> FloatArray:
+        draws = 1.0 - 2.0 * self._rng.random(num_rows)
+        if self.c is not None:
+            return self.c * draws
+        largest = np.maximum(np.maximum.accumulate(lengths()), self._largest)
+        self._largest = float(largest[-1])
+        return largest * draws
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": copy.deepcopy(self._rng.bit_generator.state), "largest": self._largest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rng.bit_generator.state = state["rng"]
+        self._largest = state["largest"]
+
+
+class Halving:
+    """Kernel halving with the linear kernel, for any number of workers.
+
+    `v`, twice the squared sub-Gaussian constant of the running sum, starts each epoch at 0. For row `k` (counted
+    from 1 within the epoch) of squared length `b2`:
+
+        lam = log((4 / delta) (1 + log epochs) (1 + log rows) k * epoch)
+        a   = max(b2, sqrt(b2 * v * lam))          the row is `+1` iff s <= u * a
+        v  += b2 * max(0, 2 + (b2 - 2a) v / a^2)
+
+    Published for one worker; with several, `rows` and `k` count the pairs of all workers that share a running sum.
+
+    Args:
+        rng: Source of the draws.
+        delta: Failure probability over the whole run.
+        epochs: How many epochs the run will take. It enters through the logarithm of a logarithm only.
+    """
+
+    def __init__(self, rng: np.random.Generator | None = None, delta: float = 0.5, epochs: int = 100) -> None:
+        if not 0 < delta <= 1:
+            raise ValueError(f"delta is {delta}; a failure probability lies in (0, 1]")
+        if epochs < 1:
+            raise ValueError(f"epochs is {epochs}; it must be at least 1")
+        self.delta = delta
+        self.epochs = epochs
+        self._rng = rng or np.random.default_rng(0)
+        self._epoch = 1
+        self._num_rows = 1
+        self._row = 0
+        self._v = 0.0
+
+    def start_epoch(self, epoch: int, num_rows: int) -> None:
+        self._epoch = epoch + 1
+        self._num_rows = max(1, num_rows)
+        self._row = 0
+        self._v = 0.0
+
+    def thresholds(self, num_rows: int, lengths: Callable[[], FloatArray]) -> FloatArray:
+        spread = (4 / self.delta) * (1 + math.log(self.epochs)) * (1 + math.log(self._num_rows))
+        a_K = np.empty(num_rows)
+        for k, b2 in enumerate(lengths().tolist()):
+            self._row += 1
+            lam = math.log(spread * self._row * self._epoch)
+            a = a_K[k] = max(b2, math.sqrt(b2 * self._v * lam))
+            if a > 0:
+                self._v += b2 * max(0.0, 2 + (b2 - 2 * a) * self._v / a**2)
+        return a_K * (2.0 * self._rng.random(num_rows) - 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "rng": copy.deepcopy(self._rng.bit_generator.state),
+            "epoch": self._epoch,
+            "num_rows": self._num_rows,
+            "row": self._row,
+            "v": self._v,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rng.bit_generator.state = state["rng"]
+        self._epoch, self._num_rows = state["epoch"], state["num_rows"]
+        self._row, self._v = state["row"], state["v"]
+
+
+RuleMaker = Callable[[np.random.Generator], Rule]
+
+RULES: dict[str, RuleMaker] = {"greedy": Greedy, "walk": Walk, "halving": Halving}
+
+
+def find_rule(rule: str | RuleMaker) -> RuleMaker:
+    """Look a rule up by name. A callable that makes a rule from a generator is passed through.
+
+    Example:
+        >>> find_rule(lambda rng: Walk(rng, c=30.0))(np.random.default_rng(0)).c
+        30.0
+    """
+    if callable(rule):
+        return rule
+    if rule not in RULES:
+        raise ValueError(f"unknown rule {rule!r}; choose one of {', '.join(RULES)}")
+    return RULES[rule]

@@ -1,0 +1,21 @@
+"""What an exchange does: this process's rows in, the rows of every worker that shares a running sum out."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+class Exchange(Protocol):
+    """Brings together the rows of one step.
+
+    Shapes: `m` turns of this process's `L` local workers go in, of all `W` workers come out.
+    """
+
+    def collect(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> tuple[Tensor, BoolArray | None]:
+        """Return `rows_mWD` and `counts_mW`: which rows are units; the others are ignored. None: all of them are."""

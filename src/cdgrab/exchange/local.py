@@ -1,0 +1,14 @@
+"""Everything is here already: one worker, or all workers simulated in one process."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cdgrab.exchange.base import BoolArray
+
+
+class Local:
+    """Hands rows through."""
+
+    def collect(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> tuple[Tensor, BoolArray | None]:
+        return rows_mLD, counts_mL

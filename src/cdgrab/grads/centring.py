@@ -1,0 +1,172 @@
+"""What gets balanced: differences of pairs, or gradients minus last epoch's mean.
+
+A centring takes the rows of all workers turn by turn and hands *balancing rows* on, in balancing order: turn by turn,
+within a turn worker by worker. It copies whatever it needs to keep; callers may overwrite their buffers.
+
+Shapes: `b` turns, `W` workers, `D` dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cdgrab.order.fill import SignArray, pair_signs
+
+
+class Emit(Protocol):
+    """Takes `m x W x D` balancing rows of all workers, or `1 x 1 x D` of one; the rows are copied."""
+
+    def __call__(self, rows: Tensor, minus: Tensor | None = None, *, worker: int | None = None) -> None:
+        """Add `rows - minus` (or `rows`) to the block."""
+
+
+class Centring(Protocol):
+    """One way of making balancing rows out of gradients."""
+
+    units_per_row: int
+
+    def start_epoch(self) -> None: ...
+
+    def add(self, rows_bWD: Tensor, emit: Emit) -> None:
+        """Take the next `b` turns of every worker."""
+
+    def add_one(self, row_D: Tensor, worker: int, emit: Emit) -> None:
+        """Take the next turn of one worker, where workers do not move in step."""
+
+    def unit_signs(self, signs_K: SignArray) -> SignArray:
+        """Signs of a worker's balancing rows -> signs of its units."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class PairDifferences:
+    """PairBalance: first of a pair minus second. Whatever the rows have in common cancels; no mean is needed."""
+
+    units_per_row = 2
+
+    def __init__(self, num_workers: int) -> None:
+        self._held_WD = torch.zeros(num_workers, 0)
+        self._holding = [False] * num_workers
+        self._in_step = True  # all workers hold a row, or none does
+
+    def start_epoch(self) -> None:
+        self._holding = [False] * len(self._holding)
+        self._in_step = True
+
+    def add(self, rows_bWD: Tensor, emit: Emit) -> None:
+        holding = self._holding[0]
+        if not self._in_step:
+            for rows_WD in rows_bWD:
+                for worker, row_D in enumerate(rows_WD):
+                    self.add_one(row_D, worker, emit)
+            return
+        if not holding and len(rows_bWD) % 2 == 0:
+            emit(rows_bWD[0::2], rows_bWD[1::2])
+            return
+        for rows_WD in rows_bWD:
+            if holding:
+                emit(self._held_WD[None], rows_WD[None])
+            else:
+                self._make_room(rows_WD)
+                self._held_WD.copy_(rows_WD)
+            holding = not holding
+        self._holding = [holding] * len(self._holding)
+
+    def add_one(self, row_D: Tensor, worker: int, emit: Emit) -> None:
+        if self._holding[worker]:
+            emit(self._held_WD[None, worker, None], row_D[None, None], worker=worker)
+        else:
+            self._make_room(row_D)
+            self._held_WD[worker].copy_(row_D)
+        self._holding[worker] = not self._holding[worker]
+        self._in_step = len(set(self._holding)) == 1
+
+    def unit_signs(self, signs_K: SignArray) -> SignArray:
+        return pair_signs(signs_K)
+
+    def state_dict(self) -> dict[str, Any]:
+        # Only rows that wait for a partner are state; the others are left over from earlier pairs.
+        waiting_W = torch.tensor(self._holding)
+        return {
+            "held": torch.where(waiting_W[:, None].to(self._held_WD.device), self._held_WD, 0.0),
+            "holding": waiting_W,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._held_WD = state["held"].clone()
+        self._holding = state["holding"].tolist()
+        self._in_step = len(set(self._holding)) == 1
+
+    def _make_room(self, rows: Tensor) -> None:
+        if self._held_WD.shape[1] != rows.shape[-1]:
+            self._held_WD = rows.new_zeros(len(self._holding), rows.shape[-1])
+
+
+class MeanCentred:
+    """MeanBalance: each row minus its worker's mean row of the epoch before (zero in the first epoch).
+
+    The mean is per worker: a unit only ever changes places with units of its own worker, so what all of them
+    have in common is the worker's mean, not everybody's.
+    """
+
+    units_per_row = 1
+
+    def __init__(self, num_workers: int) -> None:
+        self._mean_WD = torch.zeros(num_workers, 0)
+        self._total_WD = torch.zeros(num_workers, 0)
+        self._count_W = torch.zeros(num_workers)
+
+    def start_epoch(self) -> None:
+        seen_W = self._count_W > 0
+        mean_WD = self._total_WD / self._count_W.clamp(min=1)[:, None]
+        self._mean_WD = torch.where(seen_W[:, None], mean_WD, self._mean_WD)
+        self._total_WD = torch.zeros_like(self._total_WD)
+        self._count_W = torch.zeros_like(self._count_W)
+
+    def add(self, rows_bWD: Tensor, emit: Emit) -> None:
+        self._make_room(rows_bWD)
+        finite_bW = _finite(rows_bWD)
+        emit(rows_bWD, self._mean_WD.expand_as(rows_bWD))
+        # The total is taken of the rows as they came, not of the centred ones.
+        self._total_WD += torch.where(finite_bW[..., None], rows_bWD, 0.0).sum(0)
+        self._count_W += finite_bW.sum(0)
+
+    def add_one(self, row_D: Tensor, worker: int, emit: Emit) -> None:
+        self._make_room(row_D)
+        finite = _finite(row_D)
+        emit(row_D[None, None], self._mean_WD[None, worker, None], worker=worker)
+        self._total_WD[worker] += torch.where(finite, row_D, 0.0)
+        self._count_W[worker] += finite
+
+    def unit_signs(self, signs_K: SignArray) -> SignArray:
+        return signs_K
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "mean": self._mean_WD.clone(),
+            "total": self._total_WD.clone(),
+            "count": self._count_W.clone(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._mean_WD, self._total_WD, self._count_W = (state[key].clone() for key in ("mean", "total", "count"))
+
+    def _make_room(self, rows: Tensor) -> None:
+        if self._mean_WD.shape[1] != rows.shape[-1]:
+            self._mean_WD = rows.new_zeros(len(self._count_W), rows.shape[-1])
+            self._total_WD = torch.zeros_like(self._mean_WD)
+            self._count_W = rows.new_zeros(len(self._count_W))
+
+
+def _finite(rows: Tensor) -> Tensor:
+    """Whether each row's squared length is finite: the test the balancer applies, without a synchronisation."""
+    return torch.isfinite((rows * rows).sum(-1))
+
+
+CENTRINGS: dict[str, Callable[[int], Centring]] = {"pair": PairDifferences, "mean": MeanCentred}

@@ -1,0 +1,365 @@
+"""`Ordering` joins the steps: order -> sampler -> loader -> rows -> exchange -> sorter -> next order."""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from cdgrab import checkpoint
+from cdgrab.balance.rules import RuleMaker, find_rule
+from cdgrab.exchange import BoolArray, Exchange, Gather, Local
+from cdgrab.metrics import summarise
+from cdgrab.order import Balanced, Free, Herded, find_order
+from cdgrab.progress import Progress
+from cdgrab.sampler import OrderedSampler
+from cdgrab.sorter import Sorter, make_sorter
+from cdgrab.units import IntArray, Units, deal, generator
+from cdgrab.world import World
+
+log = logging.getLogger("cdgrab")
+
+
+class Ordering:
+    """Finds, epoch by epoch, the order in which gradients balance out.
+
+    Args:
+        dataset: A map-style dataset, or its length.
+        batch_size: The batch size of the loader. In a simulated world that is the batch of all workers together.
+        unit_size: Examples per unit. By default a worker's whole batch is one unit, which is what a plain
+            `backward()` gives a gradient of; 1 orders single examples and needs one row per example.
+        order: `"cd-grab"` or another name in `cdgrab.ORDERS`.
+        rule: `"greedy"`, `"walk"`, `"halving"`, or a function that makes a rule from a random generator.
+        world: Who takes part; by default what `torch.distributed` says.
+        seed: Seed of the first order and of everything random.
+        drop_last: Leave out of every epoch what does not fill a batch on every worker. What was left out comes
+            in the middle of the next epoch. Without it the last batch is short, and workers with one example less
+            repeat one, as with `DistributedSampler`.
+        block: Rows to collect before signs are decided; by default it adapts to their length. Changes
+            cost, not results.
+
+    Example:
+        >>> ordering = Ordering(8, batch_size=2)
+        >>> for batch in torch.utils.data.DataLoader(range(8), batch_size=2, sampler=ordering.sampler):
+        ...     ordering.observe(torch.randn(5))
+        >>> ordering.epoch
+        1
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sized | int,
+        *,
+        batch_size: int,
+        unit_size: int | None = None,
+        order: str = "cd-grab",
+        rule: str | RuleMaker = "greedy",
+        world: World | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        block: int | None = None,
+    ) -> None:
+        length = _length(dataset)
+        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+            raise ValueError(f"seed is {seed!r}; it must be a whole number, 0 or more")
+        self.world = world or World.detect()
+        self.batch_size = _positive("batch_size", batch_size)
+        self._worker_batch = _split_batch(batch_size, self.world)
+        self.unit_size = _check_unit_size(unit_size, self._worker_batch)
+        self.order_name = order
+        self.seed = seed
+        self.drop_last = drop_last
+        self._spec = find_order(order)
+        self._make_rule = find_rule(rule)
+        self._rule_name = rule if isinstance(rule, str) else "custom"
+        self._block = None if block is None else _positive("block", block)
+        alone = self.world.one_process or self.world.size == 1 or not self._coordinated
+        self._exchange: Exchange = Local() if alone else Gather()
+
+        self.epoch = 0
+        self._dim: int | None = None
+        self._last_metrics: dict[str, float] = {}
+        self._seconds = 0.0
+        self._units = self._deal(length)
+        self._orders = [np.arange(self._units.num_units(worker)) for worker in self.world.local_workers]
+        self._progress = Progress(self._units, 0, self._orders)
+        self._sorter = self._new_sorter()
+        if self._sorter is not None:
+            self._sorter.start_epoch(0, self._visits())
+        self.sampler = OrderedSampler(self, range(length))
+
+    # What is visited
+
+    @property
+    def orders(self) -> tuple[Tensor, ...]:
+        """For each worker of this process, the dataset indices of its units in this epoch's order."""
+        return tuple(
+            torch.from_numpy(self._units.group(local)[order].reshape(-1)) for local, order in enumerate(self._orders)
+        )
+
+    @property
+    def order(self) -> Tensor:
+        """Dataset indices of this process's units in this epoch's order; simulated workers one after the other."""
+        return torch.cat(self.orders)
+
+    @property
+    def examples_per_epoch(self) -> int:
+        """Examples this process visits in an epoch, padding included."""
+        return self._units.num_samples * len(self.world.local_workers)
+
+    @property
+    def examples_left(self) -> int:
+        """Examples of this epoch whose rows have not been observed."""
+        return self._progress.samples_left * len(self.world.local_workers)
+
+    def remaining(self) -> IntArray:
+        """Dataset indices this process has yet to visit in this epoch, in the order a loader should deliver them."""
+        progress, left = self._progress, self._progress.samples_left
+        if progress.turns and left < self._worker_batch and not progress.resumed:
+            raise RuntimeError(
+                f"a new pass over the data begins while epoch {self.epoch} has {left} examples left, fewer than "
+                "a batch. If the loader drops its last batch, make the ordering with drop_last=True; if the last pass "
+                f"was broken off, begin the next epoch with sampler.set_epoch({self.epoch + 1})"
+            )
+        return progress.stream(self._worker_batch)
+
+    # What is observed
+
+    def observe(self, rows: Tensor, units: Tensor | None = None) -> None:
+        """Take the gradients of the next units. Once the whole epoch has been observed, the next order is in force.
+
+        Args:
+            rows: One row per unit, `units x dim`, or a single row. Any device, any floating type; nothing is kept by
+                reference. In a simulated world a call takes a whole step: all rows of worker 0, then of worker 1,
+                and so on, as the loader delivers them. The scale of rows does not matter as long as it is the same
+                for all of them.
+            units: The dataset indices behind the rows, `unit_size` for each, if batches may arrive out of order.
+                Without them the rows are those of the next units of the order. Name them always or never.
+        """
+        start = time.perf_counter()
+        rows_ND = self._check_rows(rows)
+        if units is None:
+            step = self._progress.next_step(len(rows_ND), self._worker_batch // self.unit_size)
+        else:
+            examples = torch.as_tensor(units).reshape(-1).cpu().numpy()
+            step = self._progress.named_step(len(rows_ND), examples)
+        # All checks are done; from here on the step is recorded.
+        self._dim = rows_ND.shape[1]
+        if self._sorter is not None:
+            rows_mLD = rows_ND.view(-1, step.turns, rows_ND.shape[1]).transpose(0, 1)
+            self._sort(rows_mLD, None if step.counts_Lm is None else step.counts_Lm.T)
+        self._progress.record(step)
+        self._seconds += time.perf_counter() - start
+        if self._progress.finished:
+            self._next_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin `epoch` with what has been observed so far. Does nothing if `epoch` is the current one."""
+        if not isinstance(epoch, int) or epoch < 0:
+            raise ValueError(f"epoch is {epoch!r}; it must be a whole number, 0 or more")
+        if epoch == self.epoch:
+            return
+        if self._sorter is not None and self._progress.turns == 0:
+            log.warning(
+                "epoch %d of order %r ends with no gradient observed, so its order stays; call ordering.observe() "
+                "after every backward pass",
+                self.epoch,
+                self.order_name,
+            )
+        self._next_epoch(epoch)
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last finished epoch, ready for a logger; empty before there is one.
+
+        `imbalance` is the longest running sum of the epoch over `sqrt(sum ||row||^2)`: random signs give about 1, good
+        balancing far less. `flipped` is the share of rows with a minus, `nonfinite` counts rows that were left out,
+        `unobserved` units whose gradient never came, `seconds` is the time spent on ordering.
+        """
+        return dict(self._last_metrics)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly here, at any step: plain numbers, strings and tensors, all copied."""
+        return {
+            "version": checkpoint.VERSION,
+            "config": self._config(),
+            "epoch": self.epoch,
+            "dim": self._dim,
+            "orders": [torch.from_numpy(order.copy()) for order in self._orders],
+            "progress": self._progress.state_dict(),
+            "sorter": {} if self._sorter is None else self._sorter.state_dict(),
+            "metrics": dict(self._last_metrics),
+            "seconds": self._seconds,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken. A state that does not fit is refused and changes nothing."""
+        checkpoint.check(state, self._config(), [len(order) for order in self._orders])
+        units = self._deal(self._units.num_examples, state["epoch"])
+        orders = [order.numpy().copy() for order in state["orders"]]
+        progress = Progress(units, state["epoch"], orders)
+        progress.load_state_dict(state["progress"])
+        sorter = self._new_sorter()
+        if sorter is not None:
+            sorter.load_state_dict(state["sorter"])
+        # Nothing can fail any more.
+        self._units, self._orders, self._progress, self._sorter = units, orders, progress, sorter
+        self.epoch, self._dim = state["epoch"], state["dim"]
+        self._last_metrics, self._seconds = dict(state["metrics"]), state["seconds"]
+
+    # Inside
+
+    @property
+    def _coordinated(self) -> bool:
+        return isinstance(self._spec, Herded) or (isinstance(self._spec, Balanced) and self._spec.coordinated)
+
+    def _config(self) -> dict[str, Any]:
+        """What must be the same for a state to fit."""
+        return {
+            "num_examples": self._units.num_examples,
+            "batch_size": self.batch_size,
+            "unit_size": self.unit_size,
+            "order": self.order_name,
+            "rule": self._rule_name,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+            "world_size": self.world.size,
+            "rank": self.world.rank,
+            "simulated": self.world.one_process,
+            "dealt": zlib.crc32(self._deal(self._units.num_examples).dealt.tobytes()),
+        }
+
+    def _deal(self, length: int, epoch: int = 0) -> Units:
+        return deal(
+            length,
+            self.world,
+            unit_size=self.unit_size,
+            seed=self.seed,
+            epoch=epoch if isinstance(self._spec, Free) and self._spec.redeal else 0,
+            whole_batches=self._worker_batch if self.drop_last else None,
+            shuffle=self._spec.shuffle if isinstance(self._spec, Free) else True,
+        )
+
+    def _new_sorter(self) -> Sorter | None:
+        if isinstance(self._spec, Free):
+            return None
+        workers = self.world.size if self._coordinated else len(self.world.local_workers)
+        # Ranks that balance alone sort one worker each; their draws must differ all the same.
+        first = 0 if self._coordinated else self.world.local_workers[0]
+        rngs = [generator(self.seed, first + worker, "rule") for worker in range(workers)]
+        return make_sorter(self._spec, rngs, self._make_rule, self._block)
+
+    def _visits(self) -> IntArray:
+        workers = range(self.world.size) if self._coordinated else self.world.local_workers
+        return np.array([self._units.num_visited(worker) for worker in workers])
+
+    def _check_rows(self, rows: Tensor) -> Tensor:
+        rows = rows.detach() if isinstance(rows, Tensor) else torch.as_tensor(rows)
+        if rows.ndim == 1:
+            rows = rows[None]
+        if rows.ndim != 2 or rows.shape[1] == 0 or rows.is_complex():
+            raise ValueError(
+                f"rows have the shape {tuple(rows.shape)} and type {rows.dtype}; expected units x dim real numbers"
+            )
+        if self._dim is not None and rows.shape[1] != self._dim:
+            raise ValueError(
+                f"rows have {rows.shape[1]} columns, earlier ones had {self._dim}; has the set of trainable "
+                "parameters changed?"
+            )
+        return rows if rows.dtype == torch.float64 else rows.to(torch.float32)
+
+    def _sort(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> None:
+        assert self._sorter is not None
+        rows_mWD, counts_mW = self._exchange.collect(rows_mLD, counts_mL)
+        if counts_mW is None or counts_mW.all():
+            self._sorter.add(rows_mWD)
+            return
+        for turn, worker in np.argwhere(counts_mW):
+            self._sorter.add_one(rows_mWD[turn, worker], worker)
+
+    def _next_epoch(self, epoch: int) -> None:
+        """Close the epoch with what has been observed, and put the next order in force."""
+        unvisited = [self._progress.unvisited(local) for local in range(len(self._orders))]
+        tallies = []
+        if self._sorter is not None:
+            self._sorter.close()
+            tallies = self._sorter.tallies()
+            for local, worker in enumerate(self.world.local_workers):
+                index = worker if self._coordinated else local
+                visited = self._progress.visited(local)
+                self._orders[local] = self._sorter.arrange(index, visited, unvisited[local])
+        self._last_metrics = summarise(self.epoch, tallies, unobserved=sum(map(len, unvisited)), seconds=self._seconds)
+        if self._last_metrics["nonfinite"]:
+            log.warning(
+                "epoch %d: %d rows were not finite; they were left out and their units kept their order",
+                self.epoch,
+                self._last_metrics["nonfinite"],
+            )
+
+        self.epoch, self._seconds = epoch, 0.0
+        if isinstance(self._spec, Free):
+            if self._spec.redeal:
+                self._units = self._deal(self._units.num_examples, epoch)
+            baseline = self._spec.baseline
+            self._orders = [
+                baseline(self._units.num_units(worker), self.seed, epoch, worker) for worker in self.world.local_workers
+            ]
+        self._progress = Progress(self._units, epoch, self._orders)
+        if self._sorter is not None:
+            self._sorter.start_epoch(epoch, self._visits())
+
+
+def _length(dataset: Any) -> int:
+    if isinstance(dataset, int) and not isinstance(dataset, bool):
+        length = dataset
+    elif isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"{type(dataset).__name__} is an iterable-style dataset, whose order is its own; an ordering needs a "
+            "map-style dataset, with __getitem__ and __len__"
+        )
+    elif isinstance(dataset, Sized):
+        length = len(dataset)
+    else:
+        raise ValueError(
+            f"{type(dataset).__name__} has no length; pass a map-style dataset (with __len__) or a whole number"
+        )
+    if length < 1:
+        raise ValueError(f"the dataset has {length} examples; there is nothing to order")
+    return length
+
+
+def _positive(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+    return value
+
+
+def _split_batch(batch_size: int, world: World) -> int:
+    """Examples of one worker in a full batch."""
+    if not world.one_process:
+        return batch_size
+    if batch_size % world.size:
+        raise ValueError(
+            f"batch_size is {batch_size}, which {world.size} simulated workers cannot share evenly; use a "
+            f"multiple of {world.size}"
+        )
+    return batch_size // world.size
+
+
+def _check_unit_size(unit_size: int | None, worker_batch: int) -> int:
+    if unit_size is None:
+        return worker_batch
+    if worker_batch % _positive("unit_size", unit_size):
+        raise ValueError(
+            f"unit_size is {unit_size}, but a worker's batch is {worker_batch} examples; a unit must not straddle two "
+            f"batches, so choose a divisor of {worker_batch}"
+        )
+    return unit_size
