@@ -121,14 +121,7 @@ class Ordering:
 
     def remaining(self) -> IntArray:
         """Dataset indices this process has yet to visit in this epoch, in the order a loader should deliver them."""
-        progress, left = self._progress, self._progress.samples_left
-        if progress.turns and left < self._worker_batch and not progress.resumed:
-            raise RuntimeError(
-                f"a new pass over the data begins while epoch {self.epoch} has {left} examples left, fewer than "
-                "a batch. If the loader drops its last batch, make the ordering with drop_last=True; if the last pass "
-                f"was broken off, begin the next epoch with sampler.set_epoch({self.epoch + 1})"
-            )
-        return progress.stream(self._worker_batch)
+        return self._progress.stream(self._worker_batch)
 
     # What is observed
 

@@ -47,7 +47,6 @@ class Progress:
         self._named = False
         self._visited: list[list[int]] = [[] for _ in self._locals]  # only when rows are named
         self._seen = [np.zeros(len(order), dtype=bool) for order in orders]  # likewise
-        self.resumed = False
 
     @property
     def turns(self) -> int:
@@ -148,7 +147,6 @@ class Progress:
         self._visited = [visited.tolist() for visited in state["visited"]]
         for seen, visited in zip(self._seen, self._visited, strict=True):
             seen[visited] = True
-        self.resumed = True
 
     def _planned(self, local: int) -> tuple[IntArray, IntArray]:
         """Examples of a local worker's planned units, and its rest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,8 @@ from torch.utils.data import Dataset, DistributedSampler
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
+
+log = logging.getLogger("cdgrab")
 
 
 class OrderedSampler(DistributedSampler[Any]):
@@ -27,10 +30,12 @@ class OrderedSampler(DistributedSampler[Any]):
         # The type of `dataset` is widened: only its length is ever asked for.
         super().__init__(dataset, replicas, rank, seed=ordering.seed, drop_last=ordering.drop_last)  # type: ignore[arg-type]
         self._ordering = ordering
+        self._stood_at: tuple[int, int] | None = None
         self.num_samples = ordering.examples_per_epoch
         self.total_size = self.num_samples * replicas
 
     def __iter__(self) -> Iterator[int]:
+        self._notice_a_standstill()
         return iter(self._ordering.remaining().tolist())
 
     def __len__(self) -> int:
@@ -44,6 +49,26 @@ class OrderedSampler(DistributedSampler[Any]):
         when nothing is observed.
         """
         self._ordering.set_epoch(epoch)
+
+    def _notice_a_standstill(self) -> None:
+        """A loader that drops its last batch never delivers the end of the epoch: say so, then stop.
+
+        Without this every further pass would be empty, in silence. One such pass may be an evaluation, or the end of a
+        loop that was broken off, hence a warning first. Only diagnostics are kept here, nothing that orders depend on.
+        """
+        ordering = self._ordering
+        here = (ordering.epoch, ordering.examples_left)
+        if not 0 < ordering.examples_left < min(ordering.batch_size, ordering.examples_per_epoch):
+            return
+        message = (
+            f"a pass over the data begins while epoch {ordering.epoch} has {ordering.examples_left} examples left, "
+            "fewer than a batch. If the loader drops its last batch, make the ordering with drop_last=True; if the last pass "
+            f"was broken off, begin the next epoch with sampler.set_epoch({ordering.epoch + 1})"
+        )
+        if here == self._stood_at:
+            raise RuntimeError(message)
+        log.warning(message)
+        self._stood_at = here
 
 
 __all__ = ["OrderedSampler"]

@@ -36,6 +36,8 @@ class Units:
         shards: Dataset indices of every local worker, in dealt order; unit `j` of a worker is
             `shard[j * unit_size : (j + 1) * unit_size]`.
         num_samples: Examples every worker visits in an epoch, padding included.
+        dealt_in: The epoch whose permutation was dealt.
+        dealt: That permutation of all examples.
     """
 
     num_examples: int
@@ -43,6 +45,7 @@ class Units:
     unit_size: int
     num_samples: int
     seed: int
+    dealt_in: int
     dealt: IntArray
     shards: tuple[IntArray, ...]
 
@@ -60,10 +63,10 @@ class Units:
         return min(self.num_units(worker), self.num_samples // self.unit_size)
 
     def padding(self, epoch: int) -> list[IntArray]:
-        """Examples each local worker repeats at the end of `epoch`: the dealt ones in the first, then random ones."""
+        """Examples each local worker repeats at the end of `epoch`: the first dealt, in later epochs random ones."""
         size = self.world.size
         length = max(0, self.num_samples * size - self.num_examples)
-        if epoch == 0:
+        if epoch == self.dealt_in:
             repeated = self.dealt[np.arange(length) % self.num_examples]
         else:
             repeated = generator(self.seed, epoch, "padding").integers(self.num_examples, size=length)
@@ -126,7 +129,7 @@ def deal(
                 "drop_last=True leaves none; use drop_last=False, a smaller batch or fewer workers"
             )
     shards = tuple(dealt[worker :: world.size] for worker in world.local_workers)
-    return Units(num_examples, world, unit_size, num_samples, seed, dealt, shards)
+    return Units(num_examples, world, unit_size, num_samples, seed, epoch, dealt, shards)
 
 
 def generator(seed: int, *stream: int | str) -> np.random.Generator:

@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from _asserts import assert_follows_the_rule
 from _inputs import ROWS, randn
-
 from cdgrab.balance import blocked, compiled, reference
 from cdgrab.balance.blocked import Balancer, block_signs
 from cdgrab.balance.rules import Greedy
@@ -21,9 +21,10 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize(("num_rows", "dim"), [(1, 1), (7, 3), (64, 19), (200, 19), (130, 500), (40, 5000)])
-def test_signs_follow_the_rule(engine: str, name: str, num_rows: int, dim: int) -> None:
+def test_signs_follow_the_rule(name: str, num_rows: int, dim: int) -> None:
     rows = ROWS[name](num_rows, dim, seed=num_rows + dim)
     signs = Balancer(Greedy()).balance(rows)
     clear = assert_follows_the_rule(rows, signs)
@@ -31,8 +32,9 @@ def test_signs_follow_the_rule(engine: str, name: str, num_rows: int, dim: int) 
         assert clear > 0.75  # the test has teeth
 
 
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("dim", [1, 5, 19, 700])
-def test_signs_equal_the_reference_in_float64(engine: str, dim: int) -> None:
+def test_signs_equal_the_reference_in_float64(dim: int) -> None:
     g_WUD = randn(3, 40, dim, seed=dim, dtype=torch.float64)
     _, signs_WU = reference.pair_balance(g_WUD)
     diffs_KD = (g_WUD[:, 0::2] - g_WUD[:, 1::2]).transpose(0, 1).reshape(-1, dim)
@@ -40,7 +42,8 @@ def test_signs_equal_the_reference_in_float64(engine: str, dim: int) -> None:
     np.testing.assert_array_equal(signs.reshape(-1, 3).T, signs_WU[:, 0::2])
 
 
-def test_running_sum_is_the_signed_sum(engine: str) -> None:
+@pytest.mark.usefixtures("engine")
+def test_running_sum_is_the_signed_sum() -> None:
     rows = randn(100, 30, dtype=torch.float64)
     balancer = Balancer(Greedy())
     signs = balancer.balance(rows[:37])
@@ -53,7 +56,7 @@ def test_block_size_does_not_change_signs(monkeypatch: pytest.MonkeyPatch, size:
     rows = randn(150, 40, dtype=torch.float64)
     monkeypatch.setattr(compiled, "available", lambda: False)
     expected = Balancer(Greedy()).balance(rows)
-    monkeypatch.setattr(blocked, "block_size", lambda dim: size)
+    monkeypatch.setattr(blocked, "block_size", lambda _: size)
     np.testing.assert_array_equal(Balancer(Greedy()).balance(rows), expected)
 
 
@@ -78,8 +81,9 @@ def test_inputs_of_block_signs_are_left_alone() -> None:
     np.testing.assert_array_equal(dots, kept[1])
 
 
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
-def test_nonfinite_rows_get_plus_and_leave_no_trace(engine: str, bad: float) -> None:
+def test_nonfinite_rows_get_plus_and_leave_no_trace(bad: float) -> None:
     rows = randn(60, 10)
     damaged = torch.cat([rows[:20], torch.full((1, 10), bad), rows[20:]])
     clean, hit = Balancer(Greedy()), Balancer(Greedy())
@@ -91,7 +95,8 @@ def test_nonfinite_rows_get_plus_and_leave_no_trace(engine: str, bad: float) -> 
     assert hit.tally.max_norm2 == pytest.approx(clean.tally.max_norm2, rel=1e-5)
 
 
-def test_tally_watches_the_running_sum(engine: str) -> None:
+@pytest.mark.usefixtures("engine")
+def test_tally_watches_the_running_sum() -> None:
     rows = randn(80, 6, dtype=torch.float64)
     balancer = Balancer(Greedy())
     signs = torch.from_numpy(balancer.balance(rows).astype(float))
@@ -102,7 +107,8 @@ def test_tally_watches_the_running_sum(engine: str) -> None:
     assert balancer.tally.flipped == int((signs < 0).sum())
 
 
-def test_a_new_epoch_begins_at_zero(engine: str) -> None:
+@pytest.mark.usefixtures("engine")
+def test_a_new_epoch_begins_at_zero() -> None:
     rows = randn(30, 8)
     balancer = Balancer(Greedy())
     first = balancer.balance(rows)

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import cdgrab
+
+SOURCE = Path(cdgrab.__file__).parent
+
+
+def test_import_pulls_in_torch_and_numpy_only() -> None:
+    heavy = ["numba", "scipy", "sklearn", "matplotlib", "rich", "pandas", "transformers"]
+    code = f"import torch, sys; before = set(sys.modules); import cdgrab; print(*(set(sys.modules) - before) & set({heavy}))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""
+
+
+def test_the_library_never_imports_the_experiments() -> None:
+    for path in SOURCE.rglob("*.py"):
+        if "paper" not in path.relative_to(SOURCE).parts:
+            assert "cdgrab.paper" not in path.read_text(), path
+
+
+def test_everything_public_exists() -> None:
+    for name in cdgrab.__all__:
+        assert hasattr(cdgrab, name)
+
+
+def test_the_package_is_typed() -> None:
+    assert (SOURCE / "py.typed").exists()

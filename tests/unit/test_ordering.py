@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+from _asserts import assert_permutation
+from _inputs import randn
+from cdgrab import ORDERS, RULES, Ordering, World
+from cdgrab.balance import reference
+
+BALANCED = ["cd-grab", "pair", "grab", "id-grab", "greedy-herding"]
+
+
+def batches(ordering: Ordering) -> list[list[int]]:
+    """What a loader would deliver."""
+    examples = list(ordering.sampler)
+    size = ordering.batch_size
+    return [examples[i : i + size] for i in range(0, len(examples), size)]
+
+
+def rows_of(ordering: Ordering, batch: list[int], vectors: torch.Tensor) -> torch.Tensor:
+    """One row per unit: the mean vector of its examples, worker by worker."""
+    workers, size = len(ordering.world.local_workers), ordering.unit_size
+    parts = [part.split(size) for part in vectors[batch].view(workers, -1, vectors.shape[1])]
+    return torch.stack([unit.mean(0) for part in parts for unit in part])
+
+
+def train_epoch(ordering: Ordering, vectors: torch.Tensor) -> list[list[int]]:
+    delivered = batches(ordering)
+    for batch in delivered:
+        ordering.observe(rows_of(ordering, batch, vectors))
+    return delivered
+
+
+def test_epochs_of_cd_grab_equal_the_reference() -> None:
+    """4 simulated workers, 9 units each (odd), 3 examples per worker and step: pairs straddle steps."""
+    vectors = randn(36, 5, dtype=torch.float64)
+    ordering = Ordering(36, batch_size=12, unit_size=1, world=World.simulated(4), seed=2)
+    orders_WU = torch.stack(ordering.orders)
+    for epoch in range(4):
+        assert ordering.epoch == epoch
+        train_epoch(ordering, vectors)
+        next_WU, _ = reference.pair_balance(vectors[orders_WU])
+        orders_WU = orders_WU.gather(1, next_WU)
+        assert torch.equal(torch.stack(ordering.orders), orders_WU)
+
+
+def test_uneven_workers_equal_the_reference_with_the_short_ones_left_out_at_the_end() -> None:
+    """10 units on 4 workers: two have 3 units (one unpaired), two have 2 and repeat an example."""
+    vectors = randn(10, 5, dtype=torch.float64)
+    ordering = Ordering(10, batch_size=4, unit_size=1, world=World.simulated(4))
+    before = ordering.orders
+    train_epoch(ordering, vectors)
+    next_WU, _ = reference.pair_balance(vectors[torch.stack([order[:2] for order in before])])
+    for worker, order in enumerate(before):
+        expected = order[next_WU[worker]]
+        if len(order) == 3:
+            expected = torch.stack([expected[0], order[2], expected[1]])
+        assert torch.equal(ordering.orders[worker], expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("length", "workers", "batch_size", "unit_size"),
+    [(1, 1, 1, 1), (7, 1, 3, 3), (20, 4, 8, 2), (21, 4, 8, 2), (3, 5, 5, 1), (50, 3, 12, 4), (64, 1, 16, 16)],
+)
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_example_once_per_epoch(
+    order: str, length: int, workers: int, batch_size: int, unit_size: int, drop_last: bool
+) -> None:
+    if drop_last and length // workers < batch_size // workers:
+        pytest.skip("drop_last leaves nothing, which is refused")
+    vectors = randn(length, 4)
+    ordering = Ordering(
+        length,
+        batch_size=batch_size,
+        unit_size=unit_size,
+        order=order,
+        world=World.simulated(workers),
+        drop_last=drop_last,
+    )
+    for epoch in range(4):
+        assert ordering.epoch == epoch
+        delivered = [example for batch in train_epoch(ordering, vectors) for example in batch]
+        if drop_last:
+            assert len(set(delivered)) == len(delivered) == ordering.examples_per_epoch
+        else:
+            assert set(delivered) == set(range(length))
+            assert len(delivered) == -(-length // workers) * workers  # what is more is padding
+            assert all(set(order.tolist()) <= set(delivered) for order in ordering.orders)
+
+
+def test_rank_and_simulation_visit_the_same_examples() -> None:
+    simulated = Ordering(30, batch_size=8, unit_size=1, order="rr", world=World.simulated(4), seed=5)
+    for rank in range(4):
+        real = Ordering(30, batch_size=2, unit_size=1, order="rr", world=World(rank, 4), seed=5)
+        for epoch in range(3):
+            simulated.set_epoch(epoch)
+            real.set_epoch(epoch)
+            assert torch.equal(real.order, simulated.orders[rank])
+            mine = np.array(list(simulated.sampler))[: 3 * 8].reshape(-1, 4, 2)[:, rank].reshape(-1)
+            assert list(real.sampler)[:6] == mine.tolist()
+        simulated.set_epoch(0)
+
+
+def test_overwriting_the_buffer_changes_nothing() -> None:
+    vectors = randn(24, 6)
+    careful, careless = (Ordering(24, batch_size=3, unit_size=1, block=4) for _ in range(2))
+    buffer = torch.empty(3, 6)
+    for _ in range(3):
+        for batch in batches(careful):
+            careful.observe(vectors[batch])
+            buffer.copy_(vectors[batch])
+            careless.observe(buffer)
+            buffer.fill_(torch.nan)
+        assert torch.equal(careful.order, careless.order)
+    assert careful.epoch == 3
+    assert not torch.equal(careful.order, Ordering(24, batch_size=3, unit_size=1).order)
+
+
+@pytest.mark.parametrize("order", BALANCED)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("block", [1, 3, 1000])
+def test_block_does_not_change_results(order: str, rule: str, block: int) -> None:
+    vectors = randn(37, 5, dtype=torch.float64)
+    one, other = (
+        Ordering(37, batch_size=6, unit_size=1, order=order, rule=rule, world=World.simulated(3), block=size)
+        for size in (None, block)
+    )
+    for _ in range(3):
+        train_epoch(one, vectors)
+        train_epoch(other, vectors)
+        assert torch.equal(one.order, other.order)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_any_floating_type(dtype: torch.dtype) -> None:
+    vectors = randn(20, 8).to(torch.bfloat16)
+    expected, ordering = (Ordering(20, batch_size=4, unit_size=1) for _ in range(2))
+    train_epoch(expected, vectors.double())
+    for batch in batches(ordering):
+        ordering.observe(vectors[batch].to(dtype))
+    assert torch.equal(ordering.order, expected.order)
+
+
+def test_numpy_rows_and_rows_that_require_grad() -> None:
+    ordering = Ordering(4, batch_size=2, unit_size=1)
+    ordering.observe(np.ones((2, 3)))  # type: ignore[arg-type]
+    ordering.observe(torch.ones(2, 3, requires_grad=True))
+    assert ordering.epoch == 1
+
+
+def test_named_units_in_order_give_the_same_as_unnamed_ones() -> None:
+    vectors = randn(26, 5)
+    plain, named = (Ordering(26, batch_size=8, unit_size=2, world=World.simulated(4)) for _ in range(2))
+    for _ in range(3):
+        for batch in batches(plain):
+            rows = rows_of(plain, batch, vectors)
+            plain.observe(rows)
+            named.observe(rows, units=torch.tensor(batch))
+        assert torch.equal(plain.order, named.order)
+
+
+def test_named_units_out_of_order() -> None:
+    """Pairs are formed as rows come in; the next order follows from that sequence."""
+    vectors = randn(12, 5, dtype=torch.float64)
+    ordering = Ordering(12, batch_size=3, unit_size=1)
+    came = [batches(ordering)[i] for i in (2, 0, 3, 1)]
+    for batch in came:
+        ordering.observe(vectors[batch], units=torch.tensor(batch))
+    sequence = torch.tensor(came).reshape(-1)
+    expected = sequence[reference.pair_balance(vectors[sequence][None])[0][0]]
+    assert torch.equal(ordering.order, expected)
+
+
+def test_a_short_batch_may_come_early() -> None:
+    vectors = randn(10, 3)
+    for workers, world in ((1, World()), (4, World.simulated(4))):
+        ordering = Ordering(10, batch_size=4, unit_size=1, world=world)
+        for batch in reversed(batches(ordering)):
+            ordering.observe(vectors[batch], units=torch.tensor(batch))
+        assert ordering.epoch == 1
+        assert_permutation(ordering.order, range(10))
+        assert len(ordering.orders) == workers
+
+
+def test_nonfinite_rows_keep_their_pair_and_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    vectors = randn(16, 4)
+    hit, clean = (Ordering(16, batch_size=4, unit_size=1) for _ in range(2))
+    spoilt = vectors.clone()
+    spoilt[hit.order[1], 2] = torch.inf
+    train_epoch(hit, spoilt)
+    assert hit.metrics()["nonfinite"] == 1
+    assert [r.message for r in caplog.records] == [
+        "epoch 0: 1 rows were not finite; they were left out and their units kept their order"
+    ]
+    first, second = clean.order[:2]
+    assert hit.order[0] == first
+    assert hit.order[-1] == second
+    train_epoch(hit, vectors)
+    assert hit.metrics()["nonfinite"] == 0
+
+
+@pytest.mark.parametrize("order", ["grab", "id-grab", "greedy-herding"])
+def test_nonfinite_rows_do_not_poison_later_epochs(order: str) -> None:
+    vectors = randn(12, 4)
+    ordering = Ordering(12, batch_size=4, unit_size=1, order=order)
+    spoilt = vectors.clone()
+    spoilt[5] = torch.nan
+    train_epoch(ordering, spoilt)
+    assert_permutation(ordering.order, range(12))
+    train_epoch(ordering, vectors)
+    assert ordering.metrics()["nonfinite"] == 0
+    if order != "greedy-herding":
+        assert 0 < ordering.metrics()["imbalance"] < 1
+
+
+def test_a_broken_off_epoch_yields_a_valid_order_and_visits_the_rest_next() -> None:
+    vectors = randn(20, 4)
+    ordering = Ordering(20, batch_size=2, unit_size=1)
+    first = ordering.order
+    for batch in batches(ordering)[:5]:
+        ordering.observe(vectors[batch])
+    ordering.sampler.set_epoch(1)
+    assert_permutation(ordering.order, range(20))
+    assert set(ordering.order[5:15].tolist()) == set(first[10:].tolist())
+    assert ordering.metrics()["unobserved"] == 10
+
+
+def test_set_epoch_is_harmless_where_the_epoch_ended_by_itself() -> None:
+    vectors = randn(20, 4)
+    plain, usual = (Ordering(20, batch_size=4, unit_size=1) for _ in range(2))
+    for epoch in range(4):
+        usual.sampler.set_epoch(epoch)
+        train_epoch(plain, vectors)
+        train_epoch(usual, vectors)
+        assert torch.equal(plain.order, usual.order)
+
+
+def test_an_epoch_without_gradients_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    ordering = Ordering(20, batch_size=4)
+    before = ordering.order
+    ordering.sampler.set_epoch(1)
+    assert "no gradient observed" in caplog.text
+    assert torch.equal(ordering.order, before)
+    assert ordering.epoch == 1
+    caplog.clear()
+    Ordering(20, batch_size=4, order="rr").sampler.set_epoch(1)
+    assert not caplog.records
+
+
+def test_metrics_tell_balanced_from_random() -> None:
+    vectors = randn(4000, 4)
+    ordering = Ordering(4000, batch_size=100, unit_size=1)
+    assert ordering.metrics() == {}
+    train_epoch(ordering, vectors)
+    metrics = ordering.metrics()
+    assert metrics["epoch"] == 0
+    assert metrics["rows"] == 2000
+    assert metrics["imbalance"] < 0.1
+    assert 0.3 < metrics["flipped"] < 0.7
+    assert metrics["unobserved"] == 0
+    assert metrics["seconds"] > 0
+
+
+def test_same_seed_same_orders_other_seed_other_orders() -> None:
+    vectors = randn(30, 4)
+
+    def run(seed: int) -> list[int]:
+        ordering = Ordering(30, batch_size=5, unit_size=1, rule="walk", seed=seed)
+        for _ in range(3):
+            train_epoch(ordering, vectors)
+        return ordering.order.tolist()
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_independent_ranks_draw_differently() -> None:
+    rows = randn(40, 4)
+    signs = []
+    for rank in range(2):
+        ordering = Ordering(80, batch_size=40, unit_size=1, order="pair", rule="walk", world=World(rank, 2))
+        ordering.observe(rows)
+        signs.append(tuple(ordering._orders[0].tolist()))
+    assert signs[0] != signs[1]
+
+
+def test_default_unit_is_a_workers_batch() -> None:
+    assert Ordering(64, batch_size=16).unit_size == 16
+    assert Ordering(64, batch_size=16, world=World.simulated(4)).unit_size == 4
+
+
+def test_memory_does_not_grow_over_epochs() -> None:
+    """Even one byte per unit and epoch left behind would show: 4096 of them in 100 epochs."""
+    vectors = randn(4096, 3)
+    ordering = Ordering(4096, batch_size=512, unit_size=1, world=World.simulated(4))
+    train_epoch(ordering, vectors)
+    tracemalloc.start()
+    for _ in range(20):
+        train_epoch(ordering, vectors)
+    early = tracemalloc.get_traced_memory()[0]
+    for _ in range(100):
+        train_epoch(ordering, vectors)
+    late = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert late - early < 100 * 4096 / 2
