@@ -62,8 +62,8 @@ class OrderedSampler(DistributedSampler[Any]):
             return
         message = (
             f"a pass over the data begins while epoch {ordering.epoch} has {ordering.examples_left} examples left, "
-            "fewer than a batch. If the loader drops its last batch, make the ordering with drop_last=True; if the last pass "
-            f"was broken off, begin the next epoch with sampler.set_epoch({ordering.epoch + 1})"
+            "fewer than a batch. If the loader drops its last batch, make the ordering with drop_last=True; if the "
+            f"last pass was broken off, begin the next epoch with sampler.set_epoch({ordering.epoch + 1})"
         )
         if here == self._stood_at:
             raise RuntimeError(message)

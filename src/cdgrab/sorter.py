@@ -110,28 +110,29 @@ class SignSorter:
     def tallies(self) -> list[Tally]:
         return [balancer.tally for balancer in self._balancers]
 
-    def _emit(self, rows: Tensor, minus: Tensor | None = None, *, worker: int | None = None) -> None:
-        workers = self._labels(len(rows)) if worker is None else np.array([worker])
+    def _emit(self, rows: Tensor, minus: Tensor, *, worker: int | None = None) -> None:
+        """Add `rows - minus` to the block: `m x W x D` of all workers, or `1 x 1 x D` of one."""
+        workers = self._labels(rows.shape[0]) if worker is None else np.array([worker])
         self._make_room(rows)
-        if minus is not None and self._filled + len(workers) <= len(self._rows_BD):
+        filled = self._filled + len(workers)
+        if filled <= len(self._workers_B):
             # The usual case: straight into the block, one pass over the rows.
-            out = self._rows_BD[self._filled : self._filled + len(workers)].view(rows.shape)
-            torch.sub(rows, minus, out=out)
-            self._workers_B[self._filled : self._filled + len(workers)] = workers
-            self._filled += len(workers)
-        else:
-            flat_ND = (rows if minus is None else rows - minus).reshape(len(workers), -1)
-            start = 0
-            while start < len(workers):
-                take = min(len(workers) - start, len(self._rows_BD) - self._filled)
-                self._rows_BD[self._filled : self._filled + take] = flat_ND[start : start + take]
-                self._workers_B[self._filled : self._filled + take] = workers[start : start + take]
-                self._filled += take
-                start += take
-                if self._filled == len(self._rows_BD):
-                    self._flush()
-        if self._filled == len(self._rows_BD):
-            self._flush()
+            torch.sub(rows, minus, out=self._rows_BD[self._filled : filled].view(rows.shape))
+            self._workers_B[self._filled : filled] = workers
+            self._filled = filled
+            if filled == len(self._workers_B):
+                self._flush()
+            return
+        differences_ND = (rows - minus).reshape(len(workers), -1)
+        start = 0
+        while start < len(workers):
+            take = min(len(workers) - start, len(self._workers_B) - self._filled)
+            self._rows_BD[self._filled : self._filled + take] = differences_ND[start : start + take]
+            self._workers_B[self._filled : self._filled + take] = workers[start : start + take]
+            self._filled += take
+            start += take
+            if self._filled == len(self._workers_B):
+                self._flush()
 
     def _flush(self) -> None:
         if self._filled == 0:

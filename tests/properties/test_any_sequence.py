@@ -59,7 +59,7 @@ class AnySequence(RuleBasedStateMachine):
         self.visited: list[int] = []
 
     def left(self) -> list[int]:
-        return self.ordering.remaining().tolist()
+        return list(map(int, self.ordering.remaining()))
 
     @rule(bad=st.sampled_from([0.0, 0.0, 0.0, float("nan")]))
     def observe(self, bad: float) -> None:

@@ -11,7 +11,7 @@ SOURCE = Path(cdgrab.__file__).parent
 
 def test_import_pulls_in_torch_and_numpy_only() -> None:
     heavy = ["numba", "scipy", "sklearn", "matplotlib", "rich", "pandas", "transformers"]
-    code = f"import torch, sys; before = set(sys.modules); import cdgrab; print(*(set(sys.modules) - before) & set({heavy}))"
+    code = f"import torch, sys; old = set(sys.modules); import cdgrab; print(*(set(sys.modules) - old) & set({heavy}))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
 

@@ -18,10 +18,10 @@ from cdgrab.order.fill import SignArray, pair_signs
 
 
 class Emit(Protocol):
-    """Takes `m x W x D` balancing rows of all workers, or `1 x 1 x D` of one; the rows are copied."""
+    """Takes balancing rows as differences `rows - minus`: `m x W x D` of all workers, or `1 x 1 x D` of one."""
 
-    def __call__(self, rows: Tensor, minus: Tensor | None = None, *, worker: int | None = None) -> None:
-        """Add `rows - minus` (or `rows`) to the block."""
+    def __call__(self, rows: Tensor, minus: Tensor, *, worker: int | None = None) -> None:
+        """Copy the differences."""
 
 
 class Centring(Protocol):
@@ -66,15 +66,15 @@ class PairDifferences:
                 for worker, row_D in enumerate(rows_WD):
                     self.add_one(row_D, worker, emit)
             return
-        if not holding and len(rows_bWD) % 2 == 0:
+        if not holding and rows_bWD.shape[0] % 2 == 0:
             emit(rows_bWD[0::2], rows_bWD[1::2])
             return
-        for rows_WD in rows_bWD:
+        for rows_1WD in rows_bWD.split(1):
             if holding:
-                emit(self._held_WD[None], rows_WD[None])
+                emit(self._held_WD[None], rows_1WD)
             else:
-                self._make_room(rows_WD)
-                self._held_WD.copy_(rows_WD)
+                self._make_room(rows_1WD)
+                self._held_WD.copy_(rows_1WD[0])
             holding = not holding
         self._holding = [holding] * len(self._holding)
 

@@ -1,0 +1,1 @@
+"""One data set, model and loss per file."""
