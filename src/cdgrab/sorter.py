@@ -26,6 +26,8 @@ from cdgrab.units import IntArray
 # running sum. A step of all workers is always taken whole.
 _BLOCK_NUMBERS = 1 << 20
 _BLOCK_ROWS = 1024
+# Rows this long gain nothing by waiting for others: they are balanced as they come, and never stored.
+_LONG_ROW = 1 << 15
 
 
 class Sorter(Protocol):
@@ -78,7 +80,7 @@ class SignSorter:
         self._rows_BD = torch.zeros(0, 0)
         self._workers_B = np.zeros(0, dtype=np.int64)
         self._filled = 0
-        self._turn_labels = np.zeros(0, dtype=np.int64)
+        self._everyone = np.arange(len(rngs))
         self._decided: list[tuple[IntArray, SignArray]] = []  # (workers, signs) of the blocks of this epoch
 
     def start_epoch(self, epoch: int, visits: IntArray) -> None:
@@ -112,47 +114,56 @@ class SignSorter:
 
     def _emit(self, rows: Tensor, minus: Tensor, *, worker: int | None = None) -> None:
         """Add `rows - minus` to the block: `m x W x D` of all workers, or `1 x 1 x D` of one."""
-        workers = self._labels(rows.shape[0]) if worker is None else np.array([worker])
-        self._make_room(rows)
-        filled = self._filled + len(workers)
-        if filled <= len(self._workers_B):
-            # The usual case: straight into the block, one pass over the rows.
-            torch.sub(rows, minus, out=self._rows_BD[self._filled : filled].view(rows.shape))
-            self._workers_B[self._filled : filled] = workers
-            self._filled = filled
-            if filled == len(self._workers_B):
-                self._flush()
+        if self._block is None and rows.shape[-1] >= _LONG_ROW:
+            workers = self._everyone if worker is None else np.array([worker])
+            for turn in range(rows.shape[0]):
+                self._decide(rows[turn], minus[turn], workers)
             return
-        differences_ND = (rows - minus).reshape(len(workers), -1)
+        self._make_room(rows)
         start = 0
-        while start < len(workers):
-            take = min(len(workers) - start, len(self._workers_B) - self._filled)
-            self._rows_BD[self._filled : self._filled + take] = differences_ND[start : start + take]
-            self._workers_B[self._filled : self._filled + take] = workers[start : start + take]
-            self._filled += take
-            start += take
+        while start < rows.shape[0]:
+            # As many whole turns as fit go straight into the block, in one pass over the rows.
+            workers = self._everyone if worker is None else np.array([worker])
+            turns = min(rows.shape[0] - start, (len(self._workers_B) - self._filled) // len(workers))
+            if turns == 0:
+                self._emit_by_row(rows[start] - minus[start], workers)
+                start += 1
+                continue
+            end = self._filled + turns * len(workers)
+            out = self._rows_BD[self._filled : end].view(turns, len(workers), -1)
+            torch.sub(rows[start : start + turns], minus[start : start + turns], out=out)
+            self._workers_B[self._filled : end] = np.tile(workers, turns) if turns > 1 else workers
+            self._filled = end
+            start += turns
+            if end == len(self._workers_B):
+                self._flush()
+
+    def _emit_by_row(self, differences_ND: Tensor, workers_N: IntArray) -> None:
+        """A turn that does not fit into what is left of the block."""
+        for row_D, worker in zip(differences_ND, workers_N, strict=True):
+            self._rows_BD[self._filled] = row_D
+            self._workers_B[self._filled] = worker
+            self._filled += 1
             if self._filled == len(self._workers_B):
                 self._flush()
 
     def _flush(self) -> None:
-        if self._filled == 0:
-            return
-        rows_BD, workers_B = self._rows_BD[: self._filled], self._workers_B[: self._filled].copy()
-        if self._coordinated or self._num_workers == 1:
-            signs_B = self._balancers[0].balance(rows_BD)
-        else:
-            signs_B = np.empty(len(workers_B), dtype=np.int8)
-            for worker in np.unique(workers_B):
-                mine_B = workers_B == worker
-                signs_B[mine_B] = self._balancers[worker].balance(rows_BD[torch.from_numpy(mine_B)])
-        self._decided.append((workers_B, signs_B))
-        self._filled = 0
+        if self._filled:
+            self._decide(self._rows_BD[: self._filled], None, self._workers_B[: self._filled].copy())
+            self._filled = 0
 
-    def _labels(self, turns: int) -> IntArray:
-        """Which worker each row of `turns` whole turns comes from."""
-        if len(self._turn_labels) != turns * self._num_workers:
-            self._turn_labels = np.tile(np.arange(self._num_workers), turns)
-        return self._turn_labels
+    def _decide(self, rows_ND: Tensor, minus_ND: Tensor | None, workers_N: IntArray) -> None:
+        """Balance the rows `rows - minus`, each with its own worker's running sum or all with the one."""
+        if len(self._balancers) == 1:
+            signs_N = self._balancers[0].balance(rows_ND, minus_ND)
+        else:
+            signs_N = np.empty(len(workers_N), dtype=np.int8)
+            for worker in np.unique(workers_N):
+                mine_N = workers_N == worker
+                index = torch.from_numpy(mine_N).to(rows_ND.device)
+                minus = None if minus_ND is None else minus_ND[index]
+                signs_N[mine_N] = self._balancers[worker].balance(rows_ND[index], minus)
+        self._decided.append((workers_N, signs_N))
 
     def _make_room(self, rows: Tensor) -> None:
         dim = rows.shape[-1]

@@ -11,8 +11,8 @@ This is the paper's loop exactly, up to rounding. Whoever can supply the table n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -63,12 +63,8 @@ def block_signs(gram_KK: FloatArray, dots_K: FloatArray, thresholds_K: FloatArra
 
 
 def block_size(dim: int) -> int:
-    """How many rows share a table. A Gram matrix costs `K * dim` per row and is cheap only while rows stay in cache."""
-    if dim <= 4096:
-        return 64
-    if dim <= 32768:
-        return 16
-    return 8 if dim <= 262144 else 1
+    """How many rows share a table: their Gram matrix costs `K * dim` operations per row."""
+    return 64 if dim <= 2048 else 32
 
 
 @dataclass
@@ -82,12 +78,11 @@ class Tally:
     max_norm2: float = 0.0
     sum_lengths: float = 0.0
 
-    def add(self, signs_K: FloatArray, s_K: FloatArray, lengths_K: FloatArray, finite_K: Any) -> None:
-        """Count a block of rows."""
-        norm2_K = self.norm2 + np.cumsum(np.where(finite_K, 2 * signs_K * s_K + lengths_K, 0.0))
+    def add(self, signs_K: FloatArray, s_K: FloatArray, lengths_K: FloatArray) -> None:
+        """Count rows: `||r + e d||^2 = ||r||^2 + 2 e <r, d> + ||d||^2`."""
+        norm2_K = self.norm2 + np.cumsum(2 * signs_K * s_K + lengths_K)
         self.rows += len(signs_K)
         self.flipped += int(np.count_nonzero(signs_K < 0))
-        self.nonfinite += int(np.count_nonzero(~finite_K))
         self.sum_lengths += float(lengths_K.sum())
         self.norm2 = float(norm2_K[-1])
         self.max_norm2 = max(self.max_norm2, float(norm2_K.max()))
@@ -104,6 +99,7 @@ class Balancer:
     rule: Rule
     running_sum: Tensor = field(default_factory=lambda: torch.zeros(0))
     tally: Tally = field(default_factory=Tally)
+    scratch: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
     def start_epoch(self, epoch: int, num_rows: int) -> None:
         """Begin at a running sum of zero."""
@@ -111,41 +107,75 @@ class Balancer:
         self.tally = Tally()
         self.rule.start_epoch(epoch, num_rows)
 
-    def balance(self, rows_KD: Tensor) -> SignArray:
-        """Decide the signs of the next rows (float32 or float64, contiguous, not kept)."""
+    def balance(self, rows_KD: Tensor, minus_KD: Tensor | None = None) -> SignArray:
+        """Decide the signs of the next rows, `rows - minus` (float32 or float64; nothing is kept by reference)."""
         if len(rows_KD) == 0:
             return np.empty(0, dtype=np.int8)
         if self.running_sum.numel() == 0:
             self.running_sum = torch.zeros(rows_KD.shape[1], dtype=rows_KD.dtype, device=rows_KD.device)
-        if compiled.available() and rows_KD.device.type == "cpu":
-            return self._balance_compiled(rows_KD)
-        size = block_size(rows_KD.shape[1])
-        return np.concatenate([self._balance_table(block_KD) for block_KD in rows_KD.split(size)])
+        if rows_KD.device.type != "cpu":
+            return self._balance_blocks(rows_KD if minus_KD is None else rows_KD - minus_KD)
+        if compiled.available():
+            return self._balance_compiled(rows_KD, minus_KD)
+        return self._balance_blocks(rows_KD) if minus_KD is None else self._balance_long(rows_KD, minus_KD)
 
-    def _balance_table(self, rows_KD: Tensor) -> SignArray:
-        gram_KK = _to_host(rows_KD @ rows_KD.T)
+    def _balance_blocks(self, rows_KD: Tensor) -> SignArray:
+        blocks = [self._balance_table(block_KD) for block_KD in rows_KD.split(block_size(rows_KD.shape[1]))]
+        return self._counted(*(np.concatenate(column) for column in zip(*blocks, strict=True)))
+
+    def _scratch(self, num_rows: int, like: Tensor) -> Tensor:
+        """Room for a few rows, kept because allocating it anew costs more than filling it."""
+        if self.scratch.shape != (num_rows, like.shape[1]):
+            self.scratch = like.new_empty(num_rows, like.shape[1])
+        return self.scratch
+
+    def _balance_table(self, rows_KD: Tensor) -> tuple[FloatArray, FloatArray, FloatArray]:
+        gram_KK, dots_K = self._table(rows_KD)
         lengths_K = gram_KK.diagonal()
+        thresholds_K = self.rule.thresholds(len(lengths_K), lambda: np.where(np.isfinite(lengths_K), lengths_K, 0.0))
         finite_K = np.isfinite(lengths_K)
         if not finite_K.all():
             keep_K = torch.from_numpy(finite_K).to(rows_KD.device)
             rows_KD = torch.where(keep_K[:, None], rows_KD, 0.0)
-            gram_KK = _to_host(rows_KD @ rows_KD.T)
-            lengths_K = gram_KK.diagonal()
-        dots_K = _to_host(rows_KD @ self.running_sum)
-        thresholds_K = self.rule.thresholds(len(rows_KD), lambda: lengths_K)
-        signs_K, s_K = block_signs(gram_KK, dots_K, np.where(finite_K, thresholds_K, np.inf))
+            gram_KK, dots_K = self._table(rows_KD)
+            thresholds_K = np.where(finite_K, thresholds_K, np.inf)
+        signs_K, s_K = block_signs(gram_KK, dots_K, thresholds_K)
         self.running_sum.addmv_(rows_KD.T, torch.from_numpy(signs_K).to(self.running_sum))
-        self.tally.add(signs_K, s_K, lengths_K, finite_K)
-        return signs_K.astype(np.int8)
+        return signs_K, s_K, lengths_K
 
-    def _balance_compiled(self, rows_KD: Tensor) -> SignArray:
-        rows = rows_KD.numpy()
-        thresholds_K = self.rule.thresholds(len(rows), lambda: compiled.lengths(rows))
-        signs_K, s_K, lengths_K = compiled.row_signs(rows, self.running_sum.numpy(), thresholds_K)
+    def _table(self, rows_KD: Tensor) -> tuple[FloatArray, FloatArray]:
+        """Inner products of the rows with each other, and with the running sum, in one transfer to the host."""
+        table_KK1 = torch.cat([rows_KD @ rows_KD.T, (rows_KD @ self.running_sum)[:, None]], dim=1)
+        table = table_KK1.to("cpu", torch.float64).numpy()
+        return table[:, :-1], table[:, -1]
+
+    def _balance_long(self, rows_KD: Tensor, minus_KD: Tensor) -> SignArray:
+        """Row by row: on a CPU a Gram matrix of long rows costs more than it saves."""
+        row_D = self._scratch(1, rows_KD)[0]
+        signs_K, s_K, lengths_K = np.empty((3, len(rows_KD)))
+        thresholds_K = self.rule.thresholds(
+            len(rows_KD), lambda: compiled.lengths(rows_KD.numpy(), minus_KD.numpy())
+        ).tolist()
+        for k, (first_D, second_D) in enumerate(zip(rows_KD, minus_KD, strict=True)):
+            torch.sub(first_D, second_D, out=row_D)
+            lengths_K[k] = length = torch.dot(row_D, row_D).item()
+            s_K[k] = s = torch.dot(row_D, self.running_sum).item()
+            sign = 1 if not length < math.inf or s <= thresholds_K[k] else -1
+            if length < math.inf:
+                self.running_sum.add_(row_D, alpha=sign)
+            signs_K[k] = sign
+        return self._counted(signs_K, s_K, lengths_K)
+
+    def _balance_compiled(self, rows_KD: Tensor, minus_KD: Tensor | None) -> SignArray:
+        rows = rows_KD.contiguous().numpy()
+        minus = None if minus_KD is None else minus_KD.contiguous().numpy()
+        thresholds_K = self.rule.thresholds(len(rows), lambda: compiled.lengths(rows, minus))
+        scratch_2D = self._scratch(2, rows_KD).numpy()
+        signs_K, s_K, lengths_K = compiled.row_signs(rows, minus, scratch_2D, self.running_sum.numpy(), thresholds_K)
+        return self._counted(signs_K, s_K, lengths_K)
+
+    def _counted(self, signs_K: FloatArray, s_K: FloatArray, lengths_K: FloatArray) -> SignArray:
         finite_K = np.isfinite(lengths_K)
-        self.tally.add(signs_K, s_K, np.where(finite_K, lengths_K, 0.0), finite_K)
+        self.tally.add(signs_K, np.where(finite_K, s_K, 0.0), np.where(finite_K, lengths_K, 0.0))
+        self.tally.nonfinite += len(finite_K) - int(finite_K.sum())
         return signs_K.astype(np.int8)
-
-
-def _to_host(tensor: Tensor) -> FloatArray:
-    return tensor.to("cpu", torch.float64).numpy()

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from cdgrab.balance.rules import FloatArray
 
-# Above this many dimensions a row is worth sharing between cores.
-_PARALLEL_DIM = 1 << 18
+Array = npt.NDArray[Any]
 
 
 @functools.cache
@@ -27,52 +27,111 @@ def available() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def lengths(rows_KD: npt.NDArray[Any]) -> FloatArray:
-    """Squared lengths of the rows, with 0 for a row that is not finite."""
-    lengths_K = np.einsum("kd,kd->k", rows_KD, rows_KD).astype(np.float64)
+def lengths(rows_KD: Array, minus_KD: Array | None = None) -> FloatArray:
+    """Squared lengths of the rows `rows - minus`, with 0 for a row that is not finite."""
+    differences_KD = rows_KD if minus_KD is None else rows_KD - minus_KD
+    lengths_K = np.einsum("kd,kd->k", differences_KD, differences_KD).astype(np.float64)
     return np.where(np.isfinite(lengths_K), lengths_K, 0.0)
 
 
 def row_signs(
-    rows_KD: npt.NDArray[Any], running_sum_D: npt.NDArray[Any], thresholds_K: FloatArray
+    rows_KD: Array, minus_KD: Array | None, scratch_2D: Array, running_sum_D: Array, thresholds_K: FloatArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Decide the signs of `K` rows and add the signed rows to `running_sum_D`, in place.
+    """Decide the signs of the `K` rows `rows - minus` and add the signed rows to `running_sum_D`, in place.
+
+    All arrays are contiguous. Without `minus_KD` one core does the work; with it, which is meant for long rows, as many
+    as PyTorch is set to use, and `scratch_2D` is overwritten.
 
     Returns:
         Signs, the inner products they were decided on, and squared lengths. A row whose squared length is not
         finite gets `+1` and is not added.
     """
-    parallel = rows_KD.shape[1] >= _PARALLEL_DIM
     signs_K, s_K, lengths_K = np.empty((3, len(rows_KD)))
     with np.errstate(all="ignore"):
-        _kernel(parallel)(rows_KD, running_sum_D, thresholds_K, signs_K, s_K, lengths_K)
+        if minus_KD is None:
+            _block_kernel()(rows_KD, running_sum_D, thresholds_K, signs_K, s_K, lengths_K)
+        else:
+            kernel = _difference_kernel(_use_threads(torch.get_num_threads()))
+            kernel(rows_KD, minus_KD, scratch_2D, running_sum_D, thresholds_K, signs_K, s_K, lengths_K)
     return signs_K, s_K, lengths_K
 
 
+# Sums may be reordered (that is what makes them fast), but NaN must stay NaN: hence not all of numba's `fastmath`.
+# Infinite or NaN is asked as `not x < inf`, because isfinite() is written as x - x, which reordering folds away.
+_REORDER = {"reassoc", "contract", "nsz", "arcp"}
+
+
 @functools.cache
-def _kernel(parallel: bool) -> Callable[..., None]:
+def _block_kernel() -> Callable[..., None]:
     import numba
 
-    span = numba.prange if parallel else range
-
-    # Sums may be reordered (that is what makes them fast), but NaN must stay NaN: hence not all of `fastmath`.
-    @numba.njit(parallel=parallel, nogil=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
+    @numba.njit(nogil=True, fastmath=_REORDER)
     def kernel(rows, running_sum, thresholds, signs, products, lengths):  # type: ignore[no-untyped-def]
-        zero = running_sum.dtype.type(0)
         for k in range(rows.shape[0]):
-            s = zero
-            b2 = zero
-            for i in span(rows.shape[1]):
+            s = b2 = running_sum.dtype.type(0)
+            for i in range(rows.shape[1]):
                 s += running_sum[i] * rows[k, i]
                 b2 += rows[k, i] * rows[k, i]
-            products[k] = s
-            lengths[k] = b2
-            if not b2 < np.inf:  # infinite or NaN; isfinite() is written as x - x, which reordering folds away
-                signs[k] = 1.0
+            products[k], lengths[k], signs[k] = s, b2, 1.0
+            if not b2 < np.inf:
                 continue
             sign = running_sum.dtype.type(1 if s <= thresholds[k] else -1)
-            for i in span(rows.shape[1]):
+            for i in range(rows.shape[1]):
                 running_sum[i] += sign * rows[k, i]
             signs[k] = sign
 
     return kernel
+
+
+@functools.cache
+def _difference_kernel(parallel: bool) -> Callable[..., None]:
+    import numba
+
+    span = numba.prange if parallel else range
+
+    @numba.njit(parallel=parallel, nogil=True, fastmath=_REORDER)
+    def kernel(rows, minus, scratch, running_sum, thresholds, signs, products, lengths):  # type: ignore[no-untyped-def]
+        """Two rows at a time, from their own small table: memory is what limits long rows, and this spares it."""
+        zero, one = running_sum.dtype.type(0), running_sum.dtype.type(1)
+        dim, last = rows.shape[1], rows.shape[0] - 1
+        for k in range(0, last + 1, 2):
+            # A row without a partner is paired with nothing: itself times zero.
+            other, factor = (k + 1, one) if k < last else (k, zero)
+            s = s_other = b2 = b2_other = gram = zero
+            for i in span(dim):
+                x = rows[k, i] - minus[k, i]
+                y = factor * (rows[other, i] - minus[other, i])
+                scratch[0, i] = x
+                scratch[1, i] = y
+                s += running_sum[i] * x
+                s_other += running_sum[i] * y
+                b2 += x * x
+                b2_other += y * y
+                gram += x * y
+            sign, sign_other = one, one
+            if b2 < np.inf:
+                sign = one if s <= thresholds[k] else -one
+                if b2_other < np.inf:
+                    s_other += sign * gram
+            else:
+                scratch[0, :] = zero
+            if b2_other < np.inf:
+                sign_other = one if s_other <= thresholds[other] else -one
+            else:
+                scratch[1, :] = zero
+            for i in span(dim):
+                running_sum[i] += sign * scratch[0, i] + sign_other * scratch[1, i]
+            products[other], lengths[other], signs[other] = s_other, b2_other, sign_other
+            products[k], lengths[k], signs[k] = s, b2, sign
+
+    return kernel
+
+
+def _use_threads(count: int) -> bool:
+    """Let numba use as many threads as PyTorch; whether that is more than one."""
+    import numba
+
+    count = min(count, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    if count > 1:
+        numba.set_num_threads(count)
+    return count > 1

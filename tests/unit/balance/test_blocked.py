@@ -56,7 +56,7 @@ def test_block_size_does_not_change_signs(monkeypatch: pytest.MonkeyPatch, size:
     rows = randn(150, 40, dtype=torch.float64)
     monkeypatch.setattr(compiled, "available", lambda: False)
     expected = Balancer(Greedy()).balance(rows)
-    monkeypatch.setattr(blocked, "block_size", lambda _: size)
+    monkeypatch.setattr(blocked, "block_size", lambda dim: size)
     np.testing.assert_array_equal(Balancer(Greedy()).balance(rows), expected)
 
 

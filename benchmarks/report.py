@@ -1,0 +1,77 @@
+"""What every benchmark shares: fair timing, and a report that says how it was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import cdgrab
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleaved(contenders: dict[str, Callable[[], object]], *, rounds: int = 15) -> dict[str, list[float]]:
+    """Seconds of every contender in every round; all of them run in each round, so that they share its noise."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for contender in contenders.values():
+        contender()  # warm up: compilation, allocation, caches
+    names = list(contenders)
+    for turn in range(rounds):
+        # Rotated, so that nobody always runs after the same neighbour, who leaves caches and threads as it likes.
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            contender = contenders[name]
+            start = time.perf_counter()
+            contender()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(rival: list[float], mine: list[float]) -> float:
+    """How many times faster `mine` is: the median over rounds of the ratio within a round."""
+    return statistics.median(theirs / ours for theirs, ours in zip(rival, mine, strict=True))
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A markdown table."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def hardware() -> str:
+    """The processor, in words."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def write(name: str, title: str, body: str) -> Path:
+    """Write a report under `benchmarks/results/` and print it."""
+    module = Path(sys.argv[0]).resolve().relative_to(Path.cwd()).with_suffix("").as_posix().replace("/", ".")
+    how = (
+        f"Command: `{' '.join(['python -m', module, *sys.argv[1:]])}`. {hardware()}, {torch.get_num_threads()} used. "
+        f"cdgrab {cdgrab.__version__}, torch {torch.__version__}, numpy {np.__version__}, "
+        f"Python {platform.python_version()}. {date.today().isoformat()}. Seed 0. Random data."
+    )
+    text = f"# {title}\n\n{how}\n\n{body}\n"
+    kind = "gpu" if torch.cuda.is_available() else "cpu"
+    path = RESULTS / f"{name}_{kind}_{date.today().isoformat()}.md"
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(text)
+    print(text)
+    print(f"Written to {path}")
+    return path
