@@ -43,12 +43,12 @@ def loop(rows_UWD: Tensor) -> list[int]:
 
 
 def blocked(sorter: SignSorter, rows_UWD: Tensor, *, fast: bool) -> npt.NDArray[np.int8]:
-    """The library's sorter on the same rows, 256 turns at a time."""
+    """The library's sorter on the same rows, 1024 turns at a time."""
     sorter.start_epoch(0, np.full(rows_UWD.shape[1], rows_UWD.shape[0]))
     switch = compiled.available
     compiled.available = switch if fast else _never  # type: ignore[assignment]
     try:
-        for some in rows_UWD.split(256):
+        for some in rows_UWD.split(1024):
             sorter.add(some)
         sorter.close()
     finally:

@@ -57,7 +57,7 @@ def balance(
         sorter.start_epoch(epoch, np.full(num_workers, num_units))
         turns_UW = torch.from_numpy(np.stack(orders, axis=1)).to(vectors_WUD.device)
         workers = torch.arange(num_workers, device=vectors_WUD.device)
-        for turns_mW in turns_UW.split(256):
+        for turns_mW in turns_UW.split(1024):
             sorter.add(vectors_WUD[workers, turns_mW])
         sorter.close()
         orders = [sorter.arrange(worker, visited, nothing) for worker, visited in enumerate(orders)]

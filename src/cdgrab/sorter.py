@@ -1,7 +1,7 @@
 """Rows of all workers in, next order out: centring x rule x (one running sum or one per worker).
 
-Rows are buffered into blocks, because signs are due only at the end of the epoch and a block of small rows costs
-hardly more than one of them.
+Short rows wait until there are many of them: signs are due only at the end of the epoch, and a block of short rows
+costs hardly more than one. Long rows are balanced as they come.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from cdgrab.order.fill import SignArray, next_order
 from cdgrab.order.herding import greedy_herding
 from cdgrab.units import IntArray
 
-# Rows are collected until they fill about this many numbers (4 MiB of float32), and at most this many rows for each
-# running sum. A step of all workers is always taken whole.
-_BLOCK_NUMBERS = 1 << 20
-_BLOCK_ROWS = 1024
-# Rows this long gain nothing by waiting for others: they are balanced as they come, and never stored.
+# Rows wait until they fill about this many numbers (4 MiB of float32) or this many turns.
+_WAITING_NUMBERS = 1 << 20
+_WAITING_TURNS = 1024
+# Rows this long gain nothing by waiting, and are never stored.
 _LONG_ROW = 1 << 15
 
 
@@ -72,38 +71,59 @@ class SignSorter:
         make_rule: RuleMaker,
         block: int | None = None,
     ) -> None:
-        self._coordinated = spec.coordinated
-        self._num_workers = len(rngs)
+        self._workers = np.arange(len(rngs))
         self._centring = CENTRINGS[spec.centring](len(rngs))
         self._balancers = [Balancer(make_rule(rng)) for rng in (rngs[:1] if spec.coordinated else rngs)]
         self._block = block
-        self._rows_BD = torch.zeros(0, 0)
-        self._workers_B = np.zeros(0, dtype=np.int64)
-        self._filled = 0
-        self._everyone = np.arange(len(rngs))
-        self._decided: list[tuple[IntArray, SignArray]] = []  # (workers, signs) of the blocks of this epoch
+        self._waiting_TWD = torch.zeros(0, len(rngs), 0)
+        self._num_waiting = 0
+        self._decided: list[tuple[IntArray, SignArray]] = []  # (workers, signs) in balancing order, this epoch's
 
     def start_epoch(self, epoch: int, visits: IntArray) -> None:
         self._centring.start_epoch()
-        self._filled = 0
+        self._num_waiting = 0
         self._decided = []
         rows_W = visits // self._centring.units_per_row
-        per_chain = [int(rows_W.sum())] if self._coordinated else rows_W.tolist()
+        per_chain = rows_W.tolist() if len(self._balancers) > 1 else [int(rows_W.sum())]
         for balancer, num_rows in zip(self._balancers, per_chain, strict=True):
             balancer.start_epoch(epoch, num_rows)
 
     def add(self, rows_bWD: Tensor) -> None:
-        self._centring.add(rows_bWD, self._emit)
+        if not self._centring.in_step:
+            for rows_WD in rows_bWD:
+                for worker, row_D in enumerate(rows_WD):
+                    self.add_one(row_D, worker)
+            return
+        if rows_bWD.shape[2] >= _LONG_ROW and self._block is None:
+            for rows, minus in self._centring.add(rows_bWD):
+                for turn in range(rows.shape[0]):
+                    self._decide(rows[turn], minus[turn], self._workers)
+            return
+        self._make_room(rows_bWD)
+        start, turns, room = 0, rows_bWD.shape[0], self._waiting_TWD.shape[0]
+        while start < turns:
+            taken = min(turns - start, room - self._num_waiting)
+            if taken == room:  # as many as would be waited for: no need to store them
+                self._balance(rows_bWD[start : start + taken])
+                start += taken
+                continue
+            self._waiting_TWD[self._num_waiting : self._num_waiting + taken] = rows_bWD[start : start + taken]
+            self._num_waiting += taken
+            start += taken
+            if self._num_waiting == room:
+                self._flush()
 
     def add_one(self, row_D: Tensor, worker: int) -> None:
-        self._centring.add_one(row_D, worker, self._emit)
+        self._flush()
+        for rows, minus in self._centring.add_one(row_D, worker):
+            self._decide(rows[0] - minus[0], None, np.array([worker]))
 
     def close(self) -> None:
         self._flush()
 
     def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray) -> IntArray:
         signs = np.zeros(len(visited_N) + len(unvisited_M), dtype=np.int8)
-        mine = [signs_B[workers_B == worker] for workers_B, signs_B in self._decided]
+        mine = [signs_N[workers_N == worker] for workers_N, signs_N in self._decided]
         if mine:
             decided = self._centring.unit_signs(np.concatenate(mine))
             signs[: len(decided)] = decided
@@ -112,45 +132,15 @@ class SignSorter:
     def tallies(self) -> list[Tally]:
         return [balancer.tally for balancer in self._balancers]
 
-    def _emit(self, rows: Tensor, minus: Tensor, *, worker: int | None = None) -> None:
-        """Add `rows - minus` to the block: `m x W x D` of all workers, or `1 x 1 x D` of one."""
-        if self._block is None and rows.shape[-1] >= _LONG_ROW:
-            workers = self._everyone if worker is None else np.array([worker])
-            for turn in range(rows.shape[0]):
-                self._decide(rows[turn], minus[turn], workers)
-            return
-        self._make_room(rows)
-        start = 0
-        while start < rows.shape[0]:
-            # As many whole turns as fit go straight into the block, in one pass over the rows.
-            workers = self._everyone if worker is None else np.array([worker])
-            turns = min(rows.shape[0] - start, (len(self._workers_B) - self._filled) // len(workers))
-            if turns == 0:
-                self._emit_by_row(rows[start] - minus[start], workers)
-                start += 1
-                continue
-            end = self._filled + turns * len(workers)
-            out = self._rows_BD[self._filled : end].view(turns, len(workers), -1)
-            torch.sub(rows[start : start + turns], minus[start : start + turns], out=out)
-            self._workers_B[self._filled : end] = np.tile(workers, turns) if turns > 1 else workers
-            self._filled = end
-            start += turns
-            if end == len(self._workers_B):
-                self._flush()
-
-    def _emit_by_row(self, differences_ND: Tensor, workers_N: IntArray) -> None:
-        """A turn that does not fit into what is left of the block."""
-        for row_D, worker in zip(differences_ND, workers_N, strict=True):
-            self._rows_BD[self._filled] = row_D
-            self._workers_B[self._filled] = worker
-            self._filled += 1
-            if self._filled == len(self._workers_B):
-                self._flush()
-
     def _flush(self) -> None:
-        if self._filled:
-            self._decide(self._rows_BD[: self._filled], None, self._workers_B[: self._filled].copy())
-            self._filled = 0
+        """Balance the rows that wait."""
+        waiting, self._num_waiting = self._num_waiting, 0
+        if waiting:
+            self._balance(self._waiting_TWD[:waiting])
+
+    def _balance(self, rows_bWD: Tensor) -> None:
+        for rows, minus in self._centring.add(rows_bWD):
+            self._decide((rows - minus).flatten(0, 1), None, np.tile(self._workers, rows.shape[0]))
 
     def _decide(self, rows_ND: Tensor, minus_ND: Tensor | None, workers_N: IntArray) -> None:
         """Balance the rows `rows - minus`, each with its own worker's running sum or all with the one."""
@@ -165,20 +155,20 @@ class SignSorter:
                 signs_N[mine_N] = self._balancers[worker].balance(rows_ND[index], minus)
         self._decided.append((workers_N, signs_N))
 
-    def _make_room(self, rows: Tensor) -> None:
-        dim = rows.shape[-1]
-        if self._rows_BD.shape[1] != dim:
-            most = min(_BLOCK_ROWS * len(self._balancers), _BLOCK_NUMBERS // dim)
-            size = self._block or self._num_workers * max(1, most // self._num_workers)
-            self._rows_BD = rows.new_zeros(size, dim)
-            self._workers_B = np.zeros(size, dtype=np.int64)
+    def _make_room(self, rows_bWD: Tensor) -> None:
+        _, num_workers, dim = rows_bWD.shape
+        if self._waiting_TWD.shape[2] != dim:
+            if self._block is None:
+                turns = max(2, min(_WAITING_TURNS, _WAITING_NUMBERS // (num_workers * dim)) // 2 * 2)
+            else:
+                turns = max(1, self._block // num_workers)
+            self._waiting_TWD = rows_bWD.new_zeros(turns, num_workers, dim)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "centring": self._centring.state_dict(),
-            "block_size": len(self._rows_BD),
-            "rows": self._rows_BD[: self._filled].clone(),
-            "workers": torch.from_numpy(self._workers_B[: self._filled].copy()),
+            "room": self._waiting_TWD.shape[0],
+            "waiting": self._waiting_TWD[: self._num_waiting].clone(),
             "decided_workers": _joined([workers for workers, _ in self._decided], torch.int64),
             "decided_signs": _joined([signs for _, signs in self._decided], torch.int8),
             "running_sums": [balancer.running_sum.clone() for balancer in self._balancers],
@@ -188,12 +178,10 @@ class SignSorter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._centring.load_state_dict(state["centring"])
-        rows = state["rows"]
-        self._filled = len(rows)
-        self._rows_BD = rows.new_zeros(state["block_size"], rows.shape[1])
-        self._rows_BD[: self._filled] = rows
-        self._workers_B = np.zeros(state["block_size"], dtype=np.int64)
-        self._workers_B[: self._filled] = state["workers"].numpy()
+        waiting = state["waiting"]
+        self._num_waiting = waiting.shape[0]
+        self._waiting_TWD = waiting.new_zeros(state["room"], *waiting.shape[1:])
+        self._waiting_TWD[: self._num_waiting] = waiting
         workers, signs = state["decided_workers"].numpy().copy(), state["decided_signs"].numpy().copy()
         self._decided = [(workers, signs)] if len(workers) else []
         for i, balancer in enumerate(self._balancers):

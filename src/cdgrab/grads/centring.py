@@ -1,14 +1,15 @@
 """What gets balanced: differences of pairs, or gradients minus last epoch's mean.
 
-A centring takes the rows of all workers turn by turn and hands *balancing rows* on, in balancing order: turn by turn,
-within a turn worker by worker. It copies whatever it needs to keep; callers may overwrite their buffers.
+A centring takes the rows of all workers turn by turn and yields *balancing rows* in balancing order: turn by turn,
+within a turn worker by worker. They come as two tensors, to be subtracted by whoever uses them, so that long rows need
+not be written down. What is yielded is to be used before the next is asked for. Whatever a centring keeps, it copies.
 
-Shapes: `b` turns, `W` workers, `D` dimensions.
+Shapes: `b` turns, `m` balancing rows of each worker, `W` workers, `D` dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -16,12 +17,7 @@ from torch import Tensor
 
 from cdgrab.order.fill import SignArray, pair_signs
 
-
-class Emit(Protocol):
-    """Takes balancing rows as differences `rows - minus`: `m x W x D` of all workers, or `1 x 1 x D` of one."""
-
-    def __call__(self, rows: Tensor, minus: Tensor, *, worker: int | None = None) -> None:
-        """Copy the differences."""
+Differences = Iterator[tuple[Tensor, Tensor]]
 
 
 class Centring(Protocol):
@@ -31,11 +27,15 @@ class Centring(Protocol):
 
     def start_epoch(self) -> None: ...
 
-    def add(self, rows_bWD: Tensor, emit: Emit) -> None:
-        """Take the next `b` turns of every worker."""
+    def add(self, rows_bWD: Tensor) -> Differences:
+        """Take the next `b` turns of workers in step; yields `m x W x D` rows and what to subtract from them."""
 
-    def add_one(self, row_D: Tensor, worker: int, emit: Emit) -> None:
-        """Take the next turn of one worker, where workers do not move in step."""
+    @property
+    def in_step(self) -> bool:
+        """Whether all workers wait for the same half of a pair. They fall out of step where their last turns differ."""
+
+    def add_one(self, row_D: Tensor, worker: int) -> Differences:
+        """Take the next turn of one worker; yields `1 x 1 x D`."""
 
     def unit_signs(self, signs_K: SignArray) -> SignArray:
         """Signs of a worker's balancing rows -> signs of its units."""
@@ -53,39 +53,34 @@ class PairDifferences:
     def __init__(self, num_workers: int) -> None:
         self._held_WD = torch.zeros(num_workers, 0)
         self._holding = [False] * num_workers
-        self._in_step = True  # all workers hold a row, or none does
 
     def start_epoch(self) -> None:
         self._holding = [False] * len(self._holding)
-        self._in_step = True
 
-    def add(self, rows_bWD: Tensor, emit: Emit) -> None:
+    def add(self, rows_bWD: Tensor) -> Differences:
         holding = self._holding[0]
-        if not self._in_step:
-            for rows_WD in rows_bWD:
-                for worker, row_D in enumerate(rows_WD):
-                    self.add_one(row_D, worker, emit)
-            return
-        if not holding and rows_bWD.shape[0] % 2 == 0:
-            emit(rows_bWD[0::2], rows_bWD[1::2])
-            return
-        for rows_1WD in rows_bWD.split(1):
-            if holding:
-                emit(self._held_WD[None], rows_1WD)
-            else:
-                self._make_room(rows_1WD)
-                self._held_WD.copy_(rows_1WD[0])
-            holding = not holding
-        self._holding = [holding] * len(self._holding)
+        if holding:
+            yield self._held_WD[None], rows_bWD[:1]
+        start, turns = int(holding), rows_bWD.shape[0]
+        paired = start + (turns - start) // 2 * 2
+        if paired > start:
+            yield rows_bWD[start:paired:2], rows_bWD[start + 1 : paired : 2]
+        if paired < turns:
+            self._make_room(rows_bWD)
+            self._held_WD.copy_(rows_bWD[paired])
+        self._holding = [paired < turns] * len(self._holding)
 
-    def add_one(self, row_D: Tensor, worker: int, emit: Emit) -> None:
+    def add_one(self, row_D: Tensor, worker: int) -> Differences:
         if self._holding[worker]:
-            emit(self._held_WD[None, worker, None], row_D[None, None], worker=worker)
+            yield self._held_WD[None, worker, None], row_D[None, None]
         else:
             self._make_room(row_D)
             self._held_WD[worker].copy_(row_D)
         self._holding[worker] = not self._holding[worker]
-        self._in_step = len(set(self._holding)) == 1
+
+    @property
+    def in_step(self) -> bool:
+        return len(set(self._holding)) == 1
 
     def unit_signs(self, signs_K: SignArray) -> SignArray:
         return pair_signs(signs_K)
@@ -93,15 +88,12 @@ class PairDifferences:
     def state_dict(self) -> dict[str, Any]:
         # Only rows that wait for a partner are state; the others are left over from earlier pairs.
         waiting_W = torch.tensor(self._holding)
-        return {
-            "held": torch.where(waiting_W[:, None].to(self._held_WD.device), self._held_WD, 0.0),
-            "holding": waiting_W,
-        }
+        held_WD = torch.where(waiting_W[:, None].to(self._held_WD.device), self._held_WD, 0.0)
+        return {"held": held_WD, "holding": waiting_W}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._held_WD = state["held"].clone()
         self._holding = state["holding"].tolist()
-        self._in_step = len(set(self._holding)) == 1
 
     def _make_room(self, rows: Tensor) -> None:
         if self._held_WD.shape[1] != rows.shape[-1]:
@@ -116,6 +108,7 @@ class MeanCentred:
     """
 
     units_per_row = 1
+    in_step = True
 
     def __init__(self, num_workers: int) -> None:
         self._mean_WD = torch.zeros(num_workers, 0)
@@ -129,18 +122,18 @@ class MeanCentred:
         self._total_WD = torch.zeros_like(self._total_WD)
         self._count_W = torch.zeros_like(self._count_W)
 
-    def add(self, rows_bWD: Tensor, emit: Emit) -> None:
+    def add(self, rows_bWD: Tensor) -> Differences:
         self._make_room(rows_bWD)
-        finite_bW = _finite(rows_bWD)
-        emit(rows_bWD, self._mean_WD.expand_as(rows_bWD))
+        yield rows_bWD, self._mean_WD.expand_as(rows_bWD)
         # The total is taken of the rows as they came, not of the centred ones.
+        finite_bW = _finite(rows_bWD)
         self._total_WD += torch.where(finite_bW[..., None], rows_bWD, 0.0).sum(0)
         self._count_W += finite_bW.sum(0)
 
-    def add_one(self, row_D: Tensor, worker: int, emit: Emit) -> None:
+    def add_one(self, row_D: Tensor, worker: int) -> Differences:
         self._make_room(row_D)
+        yield row_D[None, None], self._mean_WD[None, worker, None]
         finite = _finite(row_D)
-        emit(row_D[None, None], self._mean_WD[None, worker, None], worker=worker)
         self._total_WD[worker] += torch.where(finite, row_D, 0.0)
         self._count_W[worker] += finite
 
@@ -148,11 +141,7 @@ class MeanCentred:
         return signs_K
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "mean": self._mean_WD.clone(),
-            "total": self._total_WD.clone(),
-            "count": self._count_W.clone(),
-        }
+        return {"mean": self._mean_WD.clone(), "total": self._total_WD.clone(), "count": self._count_W.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._mean_WD, self._total_WD, self._count_W = (state[key].clone() for key in ("mean", "total", "count"))

@@ -49,14 +49,15 @@ def comparison(runs: Runs, path: Path, *, floors: dict[str, float], title: str) 
             axis.spines[["top", "right"]].set_visible(False)
         if name not in floors:
             # Without a floor the start dwarfs everything; show where the orders part.
-            late = [r.loss for c, rs in runs.items() if (c.name, c.workers) == (name, workers) for r in rs[3:]]
+            here = [records for config, records in runs.items() if (config.name, config.workers) == (name, workers)]
+            late = [record.loss for records in here for record in records[min(3, len(records) - 1) :]]
             for axis in axes[:2]:
-                axis.set_ylim(min(late) * 0.98, max(late) * 1.02)
+                axis.set(yscale="linear", ylim=(min(late) * 0.99, max(late) * 1.01))
         axes[1].set_title(f"{name}, {workers} workers", fontsize=11)
     grid[0, 0].legend(frameon=False)
     figure.suptitle(title, fontsize=12)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
