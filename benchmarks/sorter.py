@@ -53,7 +53,7 @@ def blocked(sorter: SignSorter, rows_UWD: Tensor, *, fast: bool) -> npt.NDArray[
         sorter.close()
     finally:
         compiled.available = switch
-    return np.concatenate([signs for _, signs in sorter._decided])
+    return sorter.decisions.joined()[1]
 
 
 def observed(ordering: Ordering, rows_UWD: Tensor) -> None:

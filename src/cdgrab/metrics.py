@@ -7,7 +7,9 @@ import math
 from cdgrab.balance.blocked import Tally
 
 
-def summarise(epoch: int, tallies: list[Tally], *, unobserved: int, seconds: float) -> dict[str, float]:
+def summarise(
+    epoch: int, tallies: list[Tally], *, unobserved: int, seconds: float, bytes_sent: int
+) -> dict[str, float]:
     """One flat dictionary, the same keys for every order; see `Ordering.metrics` for their meaning."""
     rows = sum(tally.rows for tally in tallies)
     balanced = [tally for tally in tallies if tally.sum_lengths > 0]
@@ -20,4 +22,5 @@ def summarise(epoch: int, tallies: list[Tally], *, unobserved: int, seconds: flo
         "nonfinite": sum(tally.nonfinite for tally in tallies),
         "unobserved": unobserved,
         "seconds": seconds,
+        "bytes": bytes_sent,
     }

@@ -10,19 +10,30 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from cdgrab import checkpoint
+from cdgrab.agreement import check_digest, check_same
 from cdgrab.balance.rules import RuleMaker, find_rule
-from cdgrab.exchange import BoolArray, Exchange, Gather, Local
+from cdgrab.exchange import (
+    BoolArray,
+    Exchange,
+    ExchangeMaker,
+    Local,
+    Server,
+    Sharded,
+    ShardedPairs,
+    find_exchange,
+)
 from cdgrab.metrics import summarise
 from cdgrab.order import Balanced, Free, Herded, find_order
 from cdgrab.progress import Progress
 from cdgrab.sampler import OrderedSampler
-from cdgrab.sorter import Sorter, make_sorter
+from cdgrab.sorter import RowSorter, make_sorter
 from cdgrab.units import IntArray, Units, deal, generator
-from cdgrab.world import World
+from cdgrab.world import Group, World, process_group
 
 log = logging.getLogger("cdgrab")
 
@@ -42,6 +53,10 @@ class Ordering:
         drop_last: Leave out of every epoch what does not fill a batch on every worker. What was left out comes
             in the middle of the next epoch. Without it the last batch is short, and workers with one example less
             repeat one, as with `DistributedSampler`.
+        group: The ranks among which data are dealt: a process group or a dimension of a device mesh; by default all.
+        exchange: How ranks bring their rows together: `"sharded"` (default for `cd-grab`; the price of an all-reduce),
+            `"gather"` (default for the other coordinated orders), `"server"`, `"sketch"`, or a function that makes
+            one from a process group.
         block: Rows to collect before signs are decided; by default it adapts to their length. Changes
             cost, not results.
 
@@ -65,11 +80,14 @@ class Ordering:
         seed: int = 0,
         drop_last: bool = False,
         block: int | None = None,
+        group: Group = None,
+        exchange: str | ExchangeMaker | None = None,
     ) -> None:
         length = _length(dataset)
         if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
             raise ValueError(f"seed is {seed!r}; it must be a whole number, 0 or more")
-        self.world = world or World.detect()
+        self._group = process_group(group)
+        self.world = world or World.detect(self._group)
         self.batch_size = _positive("batch_size", batch_size)
         self._worker_batch = _split_batch(batch_size, self.world)
         self.unit_size = _check_unit_size(unit_size, self._worker_batch)
@@ -80,13 +98,13 @@ class Ordering:
         self._make_rule = find_rule(rule)
         self._rule_name = rule if isinstance(rule, str) else "custom"
         self._block = None if block is None else _positive("block", block)
-        alone = self.world.one_process or self.world.size == 1 or not self._coordinated
-        self._exchange: Exchange = Local() if alone else Gather()
+        self._exchange = self._make_exchange(exchange)
 
         self.epoch = 0
         self._dim: int | None = None
         self._last_metrics: dict[str, float] = {}
         self._seconds = 0.0
+        self._bytes_before = 0
         self._units = self._deal(length)
         self._orders = [np.arange(self._units.num_units(worker)) for worker in self.world.local_workers]
         self._progress = Progress(self._units, 0, self._orders)
@@ -94,6 +112,9 @@ class Ordering:
         if self._sorter is not None:
             self._sorter.start_epoch(0, self._visits())
         self.sampler = OrderedSampler(self, range(length))
+        if self._ranks_meet:
+            same = {key: value for key, value in self._config().items() if key != "rank"}
+            check_same("the ordering", same, self._group)
 
     # What is visited
 
@@ -173,7 +194,7 @@ class Ordering:
 
         `imbalance` is the longest running sum of the epoch over `sqrt(sum ||row||^2)`: random signs give about 1, good
         balancing far less. `flipped` is the share of rows with a minus, `nonfinite` counts rows that were left out,
-        `unobserved` units whose gradient never came, `seconds` is the time spent on ordering.
+        `unobserved` units whose gradient never came, `seconds` and `bytes` are what this rank spent on ordering.
         """
         return dict(self._last_metrics)
 
@@ -214,6 +235,22 @@ class Ordering:
     def _coordinated(self) -> bool:
         return isinstance(self._spec, Herded) or (isinstance(self._spec, Balanced) and self._spec.coordinated)
 
+    @property
+    def _ranks_meet(self) -> bool:
+        """Whether there are other ranks to talk to. A world made by hand, for tests and studies, has none."""
+        return not self.world.one_process and self.world.size > 1 and dist.is_available() and dist.is_initialized()
+
+    def _make_exchange(self, exchange: str | ExchangeMaker | None) -> Exchange:
+        pairs = isinstance(self._spec, Balanced) and self._spec.centring == "pair"
+        maker = find_exchange(exchange or ("sharded" if pairs else "gather"))
+        if maker is Sharded and self._coordinated and not pairs:
+            raise ValueError(
+                f"exchange 'sharded' balances pair differences, which order {self.order_name!r} does not; use 'gather'"
+            )
+        if maker is Server and isinstance(self._spec, Herded):
+            raise ValueError("exchange 'server' sends signs, of which order 'greedy-herding' knows none; use 'gather'")
+        return maker(self._group) if self._coordinated and self._ranks_meet else Local()
+
     def _config(self) -> dict[str, Any]:
         """What must be the same for a state to fit."""
         return {
@@ -241,13 +278,15 @@ class Ordering:
             shuffle=self._spec.shuffle if isinstance(self._spec, Free) else True,
         )
 
-    def _new_sorter(self) -> Sorter | None:
+    def _new_sorter(self) -> RowSorter | ShardedPairs | None:
         if isinstance(self._spec, Free):
             return None
         workers = self.world.size if self._coordinated else len(self.world.local_workers)
         # Ranks that balance alone sort one worker each; their draws must differ all the same.
         first = 0 if self._coordinated else self.world.local_workers[0]
         rngs = [generator(self.seed, first + worker, "rule") for worker in range(workers)]
+        if isinstance(self._exchange, Sharded):
+            return ShardedPairs(workers, self._group, self._make_rule(rngs[0]))
         return make_sorter(self._spec, rngs, self._make_rule, self._block)
 
     def _visits(self) -> IntArray:
@@ -272,11 +311,17 @@ class Ordering:
     def _sort(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> None:
         assert self._sorter is not None
         rows_mWD, counts_mW = self._exchange.collect(rows_mLD, counts_mL)
-        if counts_mW is None or counts_mW.all():
-            self._sorter.add(rows_mWD)
+        if rows_mWD is None:
             return
-        for turn, worker in np.argwhere(counts_mW):
-            self._sorter.add_one(rows_mWD[turn, worker], worker)
+        if isinstance(self._sorter, ShardedPairs):
+            assert counts_mW is not None
+            for slices_Wc, counts_W in zip(rows_mWD, counts_mW, strict=True):
+                self._sorter.add_turn(slices_Wc, counts_W)
+        elif counts_mW is None or counts_mW.all():
+            self._sorter.add(rows_mWD)
+        else:
+            for turn, worker in np.argwhere(counts_mW):
+                self._sorter.add_one(rows_mWD[turn, worker], worker)
 
     def _next_epoch(self, epoch: int) -> None:
         """Close the epoch with what has been observed, and put the next order in force."""
@@ -285,11 +330,21 @@ class Ordering:
         if self._sorter is not None:
             self._sorter.close()
             tallies = self._sorter.tallies()
+            if self._coordinated and self._ranks_meet:
+                self._sorter.decisions.replace(self._exchange.share(self._sorter.decisions.joined()))
+                check_digest(self.epoch, self._sorter.decisions.digest(), self._group)
             for local, worker in enumerate(self.world.local_workers):
                 index = worker if self._coordinated else local
                 visited = self._progress.visited(local)
                 self._orders[local] = self._sorter.arrange(index, visited, unvisited[local])
-        self._last_metrics = summarise(self.epoch, tallies, unobserved=sum(map(len, unvisited)), seconds=self._seconds)
+        self._last_metrics = summarise(
+            self.epoch,
+            tallies,
+            unobserved=sum(map(len, unvisited)),
+            seconds=self._seconds,
+            bytes_sent=self._exchange.bytes_sent - self._bytes_before,
+        )
+        self._bytes_before = self._exchange.bytes_sent
         if self._last_metrics["nonfinite"]:
             log.warning(
                 "epoch %d: %d rows were not finite; they were left out and their units kept their order",

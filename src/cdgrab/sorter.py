@@ -10,15 +10,14 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from cdgrab.balance.blocked import Balancer, Tally
 from cdgrab.balance.rules import RuleMaker
+from cdgrab.decisions import Decisions
 from cdgrab.grads.centring import CENTRINGS
 from cdgrab.order import Balanced, Herded
-from cdgrab.order.fill import SignArray, next_order
 from cdgrab.order.herding import greedy_herding
 from cdgrab.units import IntArray
 
@@ -32,14 +31,10 @@ _LONG_ROW = 1 << 15
 class Sorter(Protocol):
     """Collects an epoch's rows and arranges the next one."""
 
+    decisions: Decisions
+
     def start_epoch(self, epoch: int, visits: IntArray) -> None:
         """Begin; `visits` says how many units each worker is going to visit."""
-
-    def add(self, rows_bWD: Tensor) -> None:
-        """Take the next `b` rows of every worker, turn by turn. Nothing of `rows_bWD` is kept by reference."""
-
-    def add_one(self, row_D: Tensor, worker: int) -> None:
-        """Take the next row of one worker."""
 
     def close(self) -> None:
         """No more rows this epoch."""
@@ -52,6 +47,16 @@ class Sorter(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class RowSorter(Sorter, Protocol):
+    """A sorter that takes whole rows."""
+
+    def add(self, rows_bWD: Tensor) -> None:
+        """Take the next `b` rows of every worker, turn by turn. Nothing of `rows_bWD` is kept by reference."""
+
+    def add_one(self, row_D: Tensor, worker: int) -> None:
+        """Take the next row of one worker."""
 
 
 class SignSorter:
@@ -77,12 +82,12 @@ class SignSorter:
         self._block = block
         self._waiting_TWD = torch.zeros(0, len(rngs), 0)
         self._num_waiting = 0
-        self._decided: list[tuple[IntArray, SignArray]] = []  # (workers, signs) in balancing order, this epoch's
+        self.decisions = Decisions()
 
     def start_epoch(self, epoch: int, visits: IntArray) -> None:
         self._centring.start_epoch()
         self._num_waiting = 0
-        self._decided = []
+        self.decisions = Decisions()
         rows_W = visits // self._centring.units_per_row
         per_chain = rows_W.tolist() if len(self._balancers) > 1 else [int(rows_W.sum())]
         for balancer, num_rows in zip(self._balancers, per_chain, strict=True):
@@ -122,12 +127,8 @@ class SignSorter:
         self._flush()
 
     def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray) -> IntArray:
-        signs = np.zeros(len(visited_N) + len(unvisited_M), dtype=np.int8)
-        mine = [signs_N[workers_N == worker] for workers_N, signs_N in self._decided]
-        if mine:
-            decided = self._centring.unit_signs(np.concatenate(mine))
-            signs[: len(decided)] = decided
-        return next_order(np.concatenate([visited_N, unvisited_M]), signs)
+        units_per_row = self._centring.units_per_row
+        return self.decisions.arrange(worker, visited_N, unvisited_M, units_per_row=units_per_row)
 
     def tallies(self) -> list[Tally]:
         return [balancer.tally for balancer in self._balancers]
@@ -153,7 +154,7 @@ class SignSorter:
                 index = torch.from_numpy(mine_N).to(rows_ND.device)
                 minus = None if minus_ND is None else minus_ND[index]
                 signs_N[mine_N] = self._balancers[worker].balance(rows_ND[index], minus)
-        self._decided.append((workers_N, signs_N))
+        self.decisions.append(workers_N, signs_N)
 
     def _make_room(self, rows_bWD: Tensor) -> None:
         _, num_workers, dim = rows_bWD.shape
@@ -169,8 +170,7 @@ class SignSorter:
             "centring": self._centring.state_dict(),
             "room": self._waiting_TWD.shape[0],
             "waiting": self._waiting_TWD[: self._num_waiting].clone(),
-            "decided_workers": _joined([workers for workers, _ in self._decided], torch.int64),
-            "decided_signs": _joined([signs for _, signs in self._decided], torch.int8),
+            "decisions": self.decisions.state_dict(),
             "running_sums": [balancer.running_sum.clone() for balancer in self._balancers],
             "tallies": [asdict(balancer.tally) for balancer in self._balancers],
             "rules": [balancer.rule.state_dict() for balancer in self._balancers],
@@ -182,8 +182,7 @@ class SignSorter:
         self._num_waiting = waiting.shape[0]
         self._waiting_TWD = waiting.new_zeros(state["room"], *waiting.shape[1:])
         self._waiting_TWD[: self._num_waiting] = waiting
-        workers, signs = state["decided_workers"].numpy().copy(), state["decided_signs"].numpy().copy()
-        self._decided = [(workers, signs)] if len(workers) else []
+        self.decisions.load_state_dict(state["decisions"])
         for i, balancer in enumerate(self._balancers):
             balancer.running_sum = state["running_sums"][i].clone()
             balancer.tally = Tally(**state["tallies"][i])
@@ -194,6 +193,7 @@ class HerdingSorter:
     """Keeps every row of the epoch and herds them greedily at its end: `O(units * dim)` memory."""
 
     def __init__(self, num_workers: int) -> None:
+        self.decisions = Decisions()  # stays empty: greedy herding knows no signs
         self._rows: list[list[Tensor]] = [[] for _ in range(num_workers)]
         self._herded: list[IntArray] = []
 
@@ -231,12 +231,8 @@ class HerdingSorter:
 
 def make_sorter(
     spec: Balanced | Herded, rngs: list[np.random.Generator], make_rule: RuleMaker, block: int | None = None
-) -> Sorter:
+) -> RowSorter:
     """The sorter of an order that needs gradients."""
     if isinstance(spec, Herded):
         return HerdingSorter(len(rngs))
     return SignSorter(spec, rngs, make_rule, block)
-
-
-def _joined(parts: list[npt.NDArray[Any]], dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0, dtype=dtype)

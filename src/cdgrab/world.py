@@ -10,6 +10,21 @@ import os
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Group = dist.ProcessGroup | DeviceMesh | None
+
+
+def process_group(group: Group) -> dist.ProcessGroup | None:
+    """The process group of a one-dimensional device mesh; a process group is passed through."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"the device mesh has {group.ndim} dimensions {group.mesh_dim_names or ''}; pass the one along "
+                "which data differ, as in mesh['dp']"
+            )
+        return group.get_group()
+    return group
 
 
 @dataclass(frozen=True)
@@ -50,8 +65,14 @@ class World:
         return cls(size=size, one_process=True)
 
     @classmethod
-    def detect(cls, group: dist.ProcessGroup | None = None) -> World:
-        """Read rank and size from `torch.distributed`, or from `group` if one is given."""
+    def detect(cls, group: Group = None) -> World:
+        """Read rank and size from `torch.distributed`.
+
+        Args:
+            group: The ranks that hold different data: a process group, or one dimension of a `DeviceMesh` (its peers
+                along other dimensions, tensor-parallel ones for instance, then share a worker). By default all ranks.
+        """
+        group = process_group(group)
         if dist.is_available() and dist.is_initialized():
             return cls(rank=dist.get_rank(group), size=dist.get_world_size(group))
         launched = int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,7 +1,42 @@
-"""How rows of different workers come together. Swapping an exchange changes cost, never results."""
+"""How rows of different workers come together. Swapping an exchange changes cost, never results (`sketch` aside)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
 
 from cdgrab.exchange.base import BoolArray, Exchange
 from cdgrab.exchange.gather import Gather
 from cdgrab.exchange.local import Local
+from cdgrab.exchange.server import Server
+from cdgrab.exchange.sharded import Sharded, ShardedPairs
+from cdgrab.exchange.sketch import Sketch
 
-__all__ = ["BoolArray", "Exchange", "Gather", "Local"]
+ExchangeMaker = Callable[[dist.ProcessGroup | None], Exchange]
+
+EXCHANGES: dict[str, ExchangeMaker] = {"sharded": Sharded, "gather": Gather, "server": Server, "sketch": Sketch}
+
+
+def find_exchange(exchange: str | ExchangeMaker) -> ExchangeMaker:
+    """Look an exchange up by name. A callable that makes one from a process group is passed through."""
+    if callable(exchange):
+        return exchange
+    if exchange not in EXCHANGES:
+        raise ValueError(f"unknown exchange {exchange!r}; choose one of {', '.join(EXCHANGES)}")
+    return EXCHANGES[exchange]
+
+
+__all__ = [
+    "EXCHANGES",
+    "BoolArray",
+    "Exchange",
+    "ExchangeMaker",
+    "Gather",
+    "Local",
+    "Server",
+    "Sharded",
+    "ShardedPairs",
+    "Sketch",
+    "find_exchange",
+]

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cdgrab.order.fill import SignArray, pair_signs
-
 Differences = Iterator[tuple[Tensor, Tensor]]
 
 
@@ -36,9 +34,6 @@ class Centring(Protocol):
 
     def add_one(self, row_D: Tensor, worker: int) -> Differences:
         """Take the next turn of one worker; yields `1 x 1 x D`."""
-
-    def unit_signs(self, signs_K: SignArray) -> SignArray:
-        """Signs of a worker's balancing rows -> signs of its units."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -81,9 +76,6 @@ class PairDifferences:
     @property
     def in_step(self) -> bool:
         return len(set(self._holding)) == 1
-
-    def unit_signs(self, signs_K: SignArray) -> SignArray:
-        return pair_signs(signs_K)
 
     def state_dict(self) -> dict[str, Any]:
         # Only rows that wait for a partner are state; the others are left over from earlier pairs.
@@ -136,9 +128,6 @@ class MeanCentred:
         finite = _finite(row_D)
         self._total_WD[worker] += torch.where(finite, row_D, 0.0)
         self._count_W[worker] += finite
-
-    def unit_signs(self, signs_K: SignArray) -> SignArray:
-        return signs_K
 
     def state_dict(self) -> dict[str, Any]:
         return {"mean": self._mean_WD.clone(), "total": self._total_WD.clone(), "count": self._count_W.clone()}

@@ -57,7 +57,7 @@ def comparison(runs: Runs, path: Path, *, floors: dict[str, float], title: str) 
     grid[0, 0].legend(frameon=False)
     figure.suptitle(title, fontsize=12)
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=88)
     plt.close(figure)
 
 

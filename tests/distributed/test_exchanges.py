@@ -1,0 +1,220 @@
+"""Real ranks, whatever their exchange, find the orders of the reference and of the one-process simulation."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from _inputs import randn
+from cdgrab import Ordering, World
+from cdgrab.balance import reference
+from distributed._ranks import run_ranks, start_ranks
+
+EPOCHS = 3
+# (examples, dim): odd dims, dims smaller than the number of ranks, uneven shards.
+SHAPES = [(43, 7), (16, 1), (30, 62), (5, 13)]
+CASES = [
+    ("cd-grab", "greedy", "sharded"),
+    ("cd-grab", "greedy", "gather"),
+    ("cd-grab", "greedy", "server"),
+    ("cd-grab", "walk", "sharded"),
+    ("cd-grab", "halving", "server"),
+    ("grab", "greedy", "gather"),
+    ("grab", "walk", "server"),
+    ("pair", "walk", None),
+    ("id-grab", "greedy", None),
+    ("greedy-herding", "greedy", "gather"),
+    ("rr", "greedy", None),
+]
+
+
+def epochs_of(ordering: Ordering, vectors: torch.Tensor) -> list[list[list[int]]]:
+    """The orders after each epoch; a spoilt row in the second."""
+    orders = []
+    for epoch in range(EPOCHS):
+        while ordering.epoch == epoch:
+            batch = ordering.remaining().tolist()[: ordering.batch_size]
+            rows = vectors[batch].clone()
+            if epoch == 1:
+                rows[torch.tensor(batch) == 3] = torch.nan
+            ordering.observe(rows)
+        orders.append([order.tolist() for order in ordering.orders])
+    return orders
+
+
+def on_a_rank() -> dict[tuple[int, int], list[list[list[list[int]]]]]:
+    return {
+        (length, dim): [
+            epochs_of(
+                Ordering(length, batch_size=2, unit_size=1, order=order, rule=rule, exchange=exchange, seed=3),
+                randn(length, dim, dtype=torch.float64),
+            )
+            for order, rule, exchange in CASES
+        ]
+        for length, dim in SHAPES
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_ranks_find_the_orders_of_the_simulation(size: int) -> None:
+    answers = run_ranks(size, on_a_rank)
+    for length, dim in SHAPES:
+        for index, (order, rule, _) in enumerate(CASES):
+            simulated = Ordering(
+                length, batch_size=2 * size, unit_size=1, order=order, rule=rule, world=World.simulated(size), seed=3
+            )
+            expected = epochs_of(simulated, randn(length, dim, dtype=torch.float64))
+            for epoch in range(EPOCHS):
+                found = [answer[length, dim][index][epoch][0] for answer in answers]
+                assert found == expected[epoch], (order, rule, length, dim, epoch)
+
+
+def signs_of_an_epoch(exchange: str, dim: int) -> list[int]:
+    ordering = Ordering(12 * dist.get_world_size(), batch_size=3, unit_size=1, exchange=exchange, seed=1)
+    vectors = randn(12 * dist.get_world_size(), dim, dtype=torch.float64)
+    while ordering.epoch == 0:
+        ordering.observe(vectors[ordering.remaining()[:3]])
+    return ordering.order.tolist()
+
+
+@pytest.mark.parametrize(("size", "dim"), [(2, 9), (3, 10), (4, 5)])
+def test_orders_are_those_of_the_reference(size: int, dim: int) -> None:
+    vectors = randn(12 * size, dim, dtype=torch.float64)
+    before = torch.stack(Ordering(12 * size, batch_size=size, unit_size=1, world=World.simulated(size), seed=1).orders)
+    expected = before.gather(1, reference.pair_balance(vectors[before])[0]).tolist()
+    for exchange in ("sharded", "gather", "server"):
+        assert run_ranks(size, signs_of_an_epoch, exchange, dim) == expected
+
+
+def sketched(length: int) -> tuple[list[int], int]:
+    from cdgrab.exchange import Sketch
+
+    ordering = Ordering(64, batch_size=4, unit_size=1, exchange=lambda group: Sketch(group, length=length), seed=1)
+    vectors = randn(64, 300)
+    while ordering.epoch == 0:
+        ordering.observe(vectors[ordering.remaining()[:4]])
+    return ordering.order.tolist(), int(ordering.metrics()["bytes"])
+
+
+def test_a_sketch_is_short_and_the_same_on_all_ranks() -> None:
+    whole, short = run_ranks(2, sketched, 300), run_ranks(2, sketched, 30)
+    exact = Ordering(64, batch_size=8, unit_size=1, world=World.simulated(2), seed=1)
+    epochs_of_one = randn(64, 300)
+    while exact.epoch == 0:
+        exact.observe(epochs_of_one[exact.remaining()[:8]])
+    assert [order for order, _ in whole] == [order.tolist() for order in exact.orders]
+    assert short[0][0] != whole[0][0]
+    assert short[0][1] < whole[0][1] / 5
+
+
+def saved_and_resumed() -> bool:
+    """A state taken on every rank, in the middle of a pair, goes on exactly."""
+    vectors = randn(40, 9)
+
+    def steps(ordering: Ordering, count: int) -> list[list[int]]:
+        seen = []
+        for _ in range(count):
+            batch = ordering.remaining()[:2]
+            ordering.observe(vectors[batch])
+            seen.append([*batch.tolist(), *ordering.order.tolist()])
+        return seen
+
+    for exchange in ("sharded", "gather", "server"):
+        for stop in (0, 3, 4, 10, 13):
+            straight, resumed = (Ordering(40, batch_size=2, unit_size=1, exchange=exchange) for _ in range(2))
+            steps(straight, stop)
+            resumed.load_state_dict(straight.state_dict())
+            if steps(straight, 12) != steps(resumed, 12):
+                return False
+    return True
+
+
+def test_resume_leaves_no_trace_on_ranks() -> None:
+    assert run_ranks(2, saved_and_resumed) == [True, True]
+
+
+def disagree(field: str) -> None:
+    rank = dist.get_rank()
+    arguments = {"batch_size": 2, "unit_size": 1, "seed": 0, "order": "cd-grab"}
+    length = 20
+    if rank == 1:
+        arguments.update({"seed": {"seed": 5}, "order": {"order": "pair"}, "batch": {"batch_size": 4}}.get(field, {}))  # type: ignore[arg-type]
+        length = 22 if field == "length" else length
+    Ordering(length, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("seed", "ranks disagree on seed of the ordering (rank 0: 0, rank 1: 5)"),
+        ("order", "ranks disagree on order of the ordering (rank 0: 'cd-grab', rank 1: 'pair')"),
+        ("batch", "ranks disagree on batch_size of the ordering (rank 0: 2, rank 1: 4)"),
+        ("length", "ranks disagree on num_examples of the ordering (rank 0: 20, rank 1: 22)"),
+    ],
+)
+def test_disagreement_at_the_start_is_an_error_on_every_rank(field: str, message: str) -> None:
+    for _, error in start_ranks(2, disagree, field, timeout=20):
+        assert error is not None
+        assert error.startswith("ValueError")
+        assert message in error
+
+
+def tampered() -> None:
+    ordering = Ordering(8, batch_size=2, unit_size=1, exchange="gather")
+    for step in range(2):
+        if step == 1 and dist.get_rank() == 1:
+            ordering._sorter.add(torch.ones(2, 2, 3))  # type: ignore[union-attr]
+        ordering.observe(randn(2, 3, seed=dist.get_rank()))
+
+
+def test_a_wrong_sign_is_found_at_the_end_of_the_epoch() -> None:
+    for _, error in start_ranks(2, tampered, timeout=20):
+        assert error is not None
+        assert re.search(r"RuntimeError: ranks disagree on the signs of an epoch \(rank 0: epoch 0, digest", error)
+
+
+def one_batch_fewer() -> None:
+    ordering = Ordering(16, batch_size=2, unit_size=1)
+    for _ in range(4 - dist.get_rank()):
+        ordering.observe(randn(2, 3))
+    ordering.sampler.set_epoch(1)
+
+
+def test_a_rank_with_one_batch_fewer_fails_within_the_time_out() -> None:
+    errors = [error for _, error in start_ranks(2, one_batch_fewer, timeout=8)]
+    assert all(error is not None for error in errors)
+
+
+def dies() -> None:
+    ordering = Ordering(16, batch_size=2, unit_size=1)
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 1:
+            raise OSError("out of memory")
+        ordering.observe(randn(2, 3))
+
+
+def test_a_rank_that_dies_takes_the_others_down_within_the_time_out() -> None:
+    (_, survivor), (_, dead) = start_ranks(2, dies, timeout=8)
+    assert dead is not None
+    assert "out of memory" in dead
+    assert survivor is not None
+    assert "no answer" not in survivor
+
+
+def on_a_mesh() -> tuple[int, int]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match="the device mesh has 2 dimensions"):
+        World.detect(mesh)
+    ordering = Ordering(8, batch_size=2, unit_size=1, group=mesh["dp"])
+    for _ in range(2):
+        ordering.observe(randn(2, 3, seed=ordering.world.rank))
+    return ordering.world.rank, ordering.world.size
+
+
+def test_tensor_parallel_peers_share_a_worker() -> None:
+    assert run_ranks(4, on_a_mesh) == [(0, 2), (0, 2), (1, 2), (1, 2)]
