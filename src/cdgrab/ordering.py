@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from cdgrab import checkpoint
@@ -27,6 +27,8 @@ from cdgrab.exchange import (
     ShardedPairs,
     find_exchange,
 )
+from cdgrab.exchange.collectives import own_group
+from cdgrab.hooks import Attachment
 from cdgrab.metrics import summarise
 from cdgrab.order import Balanced, Free, Herded, find_order
 from cdgrab.progress import Progress
@@ -100,7 +102,8 @@ class Ordering:
         self._block = None if block is None else _positive("block", block)
         self._exchange = self._make_exchange(exchange)
 
-        self.epoch = 0
+        self._epoch = 0
+        self._attachment: Attachment | None = None
         self._dim: int | None = None
         self._last_metrics: dict[str, float] = {}
         self._seconds = 0.0
@@ -119,8 +122,15 @@ class Ordering:
     # What is visited
 
     @property
+    def epoch(self) -> int:
+        """The current epoch, counted from 0. It ends when its last row has been observed."""
+        self._settle()
+        return self._epoch
+
+    @property
     def orders(self) -> tuple[Tensor, ...]:
         """For each worker of this process, the dataset indices of its units in this epoch's order."""
+        self._settle()
         return tuple(
             torch.from_numpy(self._units.group(local)[order].reshape(-1)) for local, order in enumerate(self._orders)
         )
@@ -138,10 +148,12 @@ class Ordering:
     @property
     def examples_left(self) -> int:
         """Examples of this epoch whose rows have not been observed."""
+        self._settle()
         return self._progress.samples_left * len(self.world.local_workers)
 
     def remaining(self) -> IntArray:
         """Dataset indices this process has yet to visit in this epoch, in the order a loader should deliver them."""
+        self._settle()
         return self._progress.stream(self._worker_batch)
 
     # What is observed
@@ -157,10 +169,15 @@ class Ordering:
             units: The dataset indices behind the rows, `unit_size` for each, if batches may arrive out of order.
                 Without them the rows are those of the next units of the order. Name them always or never.
         """
+        if self._attachment is not None:
+            raise ValueError("gradients are observed by the model this ordering is attached to; call detach() first")
+        self._observe(rows, units)
+
+    def _observe(self, rows: Tensor, units: Tensor | None = None) -> None:
         start = time.perf_counter()
         rows_ND = self._check_rows(rows)
         if units is None:
-            step = self._progress.next_step(len(rows_ND), self._worker_batch // self.unit_size)
+            step = self._progress.next_step(len(rows_ND), max(1, self._worker_batch // self.unit_size))
         else:
             examples = torch.as_tensor(units).reshape(-1).cpu().numpy()
             step = self._progress.named_step(len(rows_ND), examples)
@@ -172,19 +189,45 @@ class Ordering:
         self._progress.record(step)
         self._seconds += time.perf_counter() - start
         if self._progress.finished:
-            self._next_epoch(self.epoch + 1)
+            self._next_epoch(self._epoch + 1)
+
+    def attach(self, model: nn.Module, *, hook: Callable[..., Any] | None = None, hook_state: Any = None) -> None:
+        """Observe the gradients of `model` from now on, at every backward pass; nothing else is to be called.
+
+        Args:
+            model: A `DistributedDataParallel` model, one to which `fully_shard` has been applied, or, in one process,
+                any module. One backward pass gives one gradient, so a unit is a batch, or several batches that are
+                accumulated (`no_sync`).
+            hook: A communication hook that is to average gradients instead of the all-reduce
+                (`DistributedDataParallel` only); it must not have been registered.
+            hook_state: The state of that hook.
+        """
+        if self._attachment is not None:
+            raise ValueError("the ordering is attached to a model already; call detach() first")
+        from cdgrab.hooks.attach import attach  # pulls in DDP and FSDP, which not everyone needs
+
+        self._attachment = attach(self, model, hook, hook_state)
+
+    def detach(self) -> None:
+        """Stop observing. The model is left as it would be without ordering."""
+        if self._attachment is None:
+            raise ValueError("the ordering is not attached to a model")
+        self._settle()
+        self._attachment.detach()
+        self._attachment = None
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` with what has been observed so far. Does nothing if `epoch` is the current one."""
         if not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"epoch is {epoch!r}; it must be a whole number, 0 or more")
-        if epoch == self.epoch:
+        self._settle()
+        if epoch == self._epoch:
             return
         if self._sorter is not None and self._progress.turns == 0:
             log.warning(
                 "epoch %d of order %r ends with no gradient observed, so its order stays; call ordering.observe() "
                 "after every backward pass",
-                self.epoch,
+                self._epoch,
                 self.order_name,
             )
         self._next_epoch(epoch)
@@ -196,16 +239,18 @@ class Ordering:
         balancing far less. `flipped` is the share of rows with a minus, `nonfinite` counts rows that were left out,
         `unobserved` units whose gradient never came, `seconds` and `bytes` are what this rank spent on ordering.
         """
+        self._settle()
         return dict(self._last_metrics)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly here, at any step: plain numbers, strings and tensors, all copied."""
+        self._settle()
         return {
             "version": checkpoint.VERSION,
             "config": self._config(),
-            "epoch": self.epoch,
+            "epoch": self._epoch,
             "dim": self._dim,
             "orders": [torch.from_numpy(order.copy()) for order in self._orders],
             "progress": self._progress.state_dict(),
@@ -216,6 +261,7 @@ class Ordering:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. A state that does not fit is refused and changes nothing."""
+        self._settle()
         checkpoint.check(state, self._config(), [len(order) for order in self._orders])
         units = self._deal(self._units.num_examples, state["epoch"])
         orders = [order.numpy().copy() for order in state["orders"]]
@@ -226,10 +272,38 @@ class Ordering:
             sorter.load_state_dict(state["sorter"])
         # Nothing can fail any more.
         self._units, self._orders, self._progress, self._sorter = units, orders, progress, sorter
-        self.epoch, self._dim = state["epoch"], state["dim"]
+        self._epoch, self._dim = state["epoch"], state["dim"]
         self._last_metrics, self._seconds = dict(state["metrics"]), state["seconds"]
 
     # Inside
+
+    # For attachments
+
+    def _attached_sorter(self) -> RowSorter | ShardedPairs | None:
+        """Where the turn under way goes."""
+        if self._progress.finished:
+            self._settle()
+        return self._sorter
+
+    def _count_turn(self) -> BoolArray:
+        """Record a turn of every worker; returns whose row is a unit."""
+        turn = self._progress.turns
+        workers = range(self.world.size) if self._coordinated else self.world.local_workers
+        self._progress.record(self._progress.next_step(1, 1))
+        return np.array([turn < self._units.num_visited(worker) for worker in workers])
+
+    def _observe_attached(self, row_D: Tensor | None) -> None:
+        if row_D is None:
+            self._count_turn()
+        else:
+            self._observe(row_D)
+
+    def _settle(self) -> None:
+        """Wait for what an attached model has handed over; the epoch may end with it."""
+        if self._attachment is not None:
+            self._attachment.settle()
+        if self._progress.finished:
+            self._next_epoch(self._epoch + 1)
 
     @property
     def _coordinated(self) -> bool:
@@ -249,7 +323,10 @@ class Ordering:
             )
         if maker is Server and isinstance(self._spec, Herded):
             raise ValueError("exchange 'server' sends signs, of which order 'greedy-herding' knows none; use 'gather'")
-        return maker(self._group) if self._coordinated and self._ranks_meet else Local()
+        if not (self._coordinated and self._ranks_meet):
+            return Local()
+        self._group = own_group(self._group)
+        return maker(self._group)
 
     def _config(self) -> dict[str, Any]:
         """What must be the same for a state to fit."""
@@ -332,13 +409,13 @@ class Ordering:
             tallies = self._sorter.tallies()
             if self._coordinated and self._ranks_meet:
                 self._sorter.decisions.replace(self._exchange.share(self._sorter.decisions.joined()))
-                check_digest(self.epoch, self._sorter.decisions.digest(), self._group)
+                check_digest(self._epoch, self._sorter.decisions.digest(), self._group)
             for local, worker in enumerate(self.world.local_workers):
                 index = worker if self._coordinated else local
                 visited = self._progress.visited(local)
                 self._orders[local] = self._sorter.arrange(index, visited, unvisited[local])
         self._last_metrics = summarise(
-            self.epoch,
+            self._epoch,
             tallies,
             unobserved=sum(map(len, unvisited)),
             seconds=self._seconds,
@@ -348,11 +425,11 @@ class Ordering:
         if self._last_metrics["nonfinite"]:
             log.warning(
                 "epoch %d: %d rows were not finite; they were left out and their units kept their order",
-                self.epoch,
+                self._epoch,
                 self._last_metrics["nonfinite"],
             )
 
-        self.epoch, self._seconds = epoch, 0.0
+        self._epoch, self._seconds = epoch, 0.0
         if isinstance(self._spec, Free):
             if self._spec.redeal:
                 self._units = self._deal(self._units.num_examples, epoch)
@@ -405,9 +482,9 @@ def _split_batch(batch_size: int, world: World) -> int:
 def _check_unit_size(unit_size: int | None, worker_batch: int) -> int:
     if unit_size is None:
         return worker_batch
-    if worker_batch % _positive("unit_size", unit_size):
+    if worker_batch % _positive("unit_size", unit_size) and unit_size % worker_batch:
         raise ValueError(
-            f"unit_size is {unit_size}, but a worker's batch is {worker_batch} examples; a unit must not straddle two "
-            f"batches, so choose a divisor of {worker_batch}"
+            f"unit_size is {unit_size}, but a worker's batch is {worker_batch} examples; units and batches must not "
+            f"straddle each other, so choose a divisor of {worker_batch}, or a multiple if batches are accumulated"
         )
     return unit_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import queue
 import socket
 import time
@@ -27,7 +28,8 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
-        answers.put((rank, function(*arguments), None))
+        # Pickled here, since tensors in a queue live in memory of the process that put them there.
+        answers.put((rank, pickle.dumps(function(*arguments)), None))
         dist.destroy_process_group()
     except Exception as error:
         answers.put((rank, None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
@@ -60,7 +62,7 @@ def start_ranks(
             if any(ranks[rank].is_alive() for rank in waiting):
                 continue
             break
-        found[rank] = (answer, error)
+        found[rank] = (None if answer is None else pickle.loads(answer), error)
         waiting.discard(rank)
     for process in ranks:
         process.join(timeout=5)

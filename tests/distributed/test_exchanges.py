@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -137,13 +138,10 @@ def test_resume_leaves_no_trace_on_ranks() -> None:
 
 
 def disagree(field: str) -> None:
-    rank = dist.get_rank()
-    arguments = {"batch_size": 2, "unit_size": 1, "seed": 0, "order": "cd-grab"}
-    length = 20
-    if rank == 1:
-        arguments.update({"seed": {"seed": 5}, "order": {"order": "pair"}, "batch": {"batch_size": 4}}.get(field, {}))  # type: ignore[arg-type]
-        length = 22 if field == "length" else length
-    Ordering(length, **arguments)  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {"dataset": 20, "batch_size": 2, "unit_size": 1, "seed": 0, "order": "cd-grab"}
+    if dist.get_rank() == 1:
+        arguments[field] = {"dataset": 22, "batch_size": 4, "seed": 5, "order": "pair"}[field]
+    Ordering(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +149,8 @@ def disagree(field: str) -> None:
     [
         ("seed", "ranks disagree on seed of the ordering (rank 0: 0, rank 1: 5)"),
         ("order", "ranks disagree on order of the ordering (rank 0: 'cd-grab', rank 1: 'pair')"),
-        ("batch", "ranks disagree on batch_size of the ordering (rank 0: 2, rank 1: 4)"),
-        ("length", "ranks disagree on num_examples of the ordering (rank 0: 20, rank 1: 22)"),
+        ("batch_size", "ranks disagree on batch_size of the ordering (rank 0: 2, rank 1: 4)"),
+        ("dataset", "ranks disagree on num_examples of the ordering (rank 0: 20, rank 1: 22)"),
     ],
 )
 def test_disagreement_at_the_start_is_an_error_on_every_rank(field: str, message: str) -> None:

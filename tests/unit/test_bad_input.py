@@ -31,7 +31,7 @@ class Stream(IterableDataset[int]):
         (10, {"batch_size": True}, "batch_size is True"),
         (10, {"unit_size": 0}, "unit_size is 0; it must be a whole number"),
         (10, {"unit_size": 3}, "unit_size is 3, but a worker's batch is 4 examples.*choose a divisor of 4"),
-        (10, {"unit_size": 8}, "unit_size is 8, but a worker's batch is 4 examples"),
+        (10, {"unit_size": 6}, "unit_size is 6, but a worker's batch is 4 examples.*or a multiple if batches are"),
         (10, {"world": World.simulated(3)}, "batch_size is 4, which 3 simulated workers cannot share.*multiple of 3"),
         (10, {"order": "cd_grab"}, "unknown order 'cd_grab'; choose one of rr, .*cd-grab"),
         (10, {"rule": "best"}, "unknown rule 'best'; choose one of greedy, walk, halving"),

@@ -29,18 +29,6 @@ from cdgrab.exchange.gather import Gather
 from cdgrab.units import IntArray
 
 
-def scatter_slices(row_D: Tensor, group: dist.ProcessGroup | None, out_Wc: Tensor | None = None) -> Tensor:
-    """Send slice `i` of this rank's row to rank `i`; returns every worker's slice of this rank's coordinates.
-
-    The length of the row must be a multiple of the number of ranks.
-    """
-    size = dist.get_world_size(group)
-    if out_Wc is None:
-        out_Wc = row_D.new_empty(size, row_D.numel() // size)
-    dist.all_to_all_single(out_Wc.view(-1), row_D, group=group)
-    return out_Wc
-
-
 class Sharded:
     """The exchange behind `observe`: turns a row into every worker's slices of this rank's coordinates."""
 
@@ -87,16 +75,11 @@ class ShardedPairs:
 
     # Rows
 
-    @property
-    def second(self) -> bool:
-        """Whether the turn under way is the second of its pair."""
-        return self._second
-
     def room(self, piece: Any, width: int, like: Tensor) -> Tensor | None:
         """For the first of a pair: where the slices of `piece` are to be written. None for the second."""
         if self._second:
             return None
-        self._resolve()  # the store still holds the differences of the pair before
+        self.resolve()  # the store still holds the differences of the pair before
         if piece not in self.differences:
             dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
             self.differences[piece] = torch.zeros(self._num_workers, width, dtype=dtype, device=like.device)
@@ -131,7 +114,7 @@ class ShardedPairs:
         work = dist.all_reduce(table, group=self._group, async_op=True) if self._num_workers > 1 else None
         self._table = (work, table, active_W)
 
-    def _resolve(self) -> None:
+    def resolve(self) -> None:
         """Decide the signs of the last pair, as soon as the store is needed for the next one."""
         if self._table is None:
             return
@@ -179,7 +162,7 @@ class ShardedPairs:
         self.end_turn(counts_W)
 
     def close(self) -> None:
-        self._resolve()
+        self.resolve()
 
     def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray) -> IntArray:
         return self.decisions.arrange(worker, visited_N, unvisited_M, units_per_row=2)
@@ -188,7 +171,7 @@ class ShardedPairs:
         return [self._tally]
 
     def state_dict(self) -> dict[str, Any]:
-        self._resolve()
+        self.resolve()
         return {
             "second": self._second,
             "paired": torch.from_numpy(self._paired_W.copy()),

@@ -1,0 +1,28 @@
+"""Two things about process groups that PyTorch leaves to the caller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group of the same ranks, with the same time-out, for ordering alone.
+
+    All ranks must start the collectives of a group in the same order. Ordering starts its own beside training, so they
+    must not share a group with whatever the training loop starts. All ranks of `group` must call this.
+    """
+    parent: Any = group or dist.group.WORLD
+    device = torch.device("cuda" if dist.get_backend(parent) == "nccl" else "cpu")
+    timeout = parent._get_backend(device).options._timeout
+    made: Any = dist.new_group(dist.get_process_group_ranks(parent), timeout=timeout, use_local_synchronization=True)
+    return made  # type: ignore[no-any-return]
+
+
+def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
+    """All ranks' inputs one after the other, in one tensor; the function of that kind has changed its name."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function(output, input, group=group)

@@ -1,0 +1,95 @@
+"""Which attachment a model needs, and why one that cannot be served is refused."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from cdgrab.agreement import check_same
+from cdgrab.exchange import ShardedPairs
+from cdgrab.hooks import Attachment
+from cdgrab.hooks.ddp import DdpAttachment
+from cdgrab.hooks.fsdp import FsdpAttachment
+from cdgrab.hooks.module import ModuleAttachment
+
+if TYPE_CHECKING:
+    from cdgrab.ordering import Ordering
+
+
+def attach(ordering: Ordering, model: nn.Module, hook: Callable[..., Any] | None, hook_state: Any) -> Attachment:
+    """Attach `ordering` to `model`; raises `ValueError` with the reason where that cannot be done."""
+    world, batch = ordering.world, ordering.batch_size
+    if world.one_process and world.size > 1:
+        raise ValueError(
+            "simulated workers share one model, whose gradient is that of all of them; compute rows and call observe()"
+        )
+    if ordering.unit_size % batch:
+        raise ValueError(
+            f"unit_size is {ordering.unit_size}, but a backward pass gives one gradient for the whole batch of "
+            f"{batch}; use unit_size=None, or compute rows (cdgrab.per_example_grads) and call observe()"
+        )
+    wrapped = isinstance(model, DistributedDataParallel)
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if hook is not None and not wrapped:
+        raise ValueError(f"hook= is for DistributedDataParallel; {type(model).__name__} has no communication hook")
+    if world.size > 1 and not (wrapped or sharded):
+        raise ValueError(
+            f"{type(model).__name__} is not wrapped, but there are {world.size} ranks; wrap it in "
+            "DistributedDataParallel or apply fully_shard first, then attach"
+        )
+    if isinstance(model, DistributedDataParallel):
+        return _attach_ddp(ordering, model, hook, hook_state)
+    if sharded and world.size > 1:
+        return _attach_fsdp(ordering, model)
+    return ModuleAttachment(ordering, model, ordering.unit_size // batch)
+
+
+def _attach_ddp(
+    ordering: Ordering, model: DistributedDataParallel, hook: Callable[..., Any] | None, hook_state: Any
+) -> Attachment:
+    if model._comm_hooks:
+        raise ValueError(
+            "the model has a communication hook already, and DistributedDataParallel takes only one; give that hook to "
+            "attach(model, hook=..., hook_state=...) instead of registering it"
+        )
+    ranks = dist.get_world_size(model.process_group)
+    if ranks != ordering.world.size:
+        raise ValueError(f"the model is shared by {ranks} ranks, the ordering by {ordering.world.size}")
+    check_same("the model", _fingerprint(model.module), model.process_group)
+    return DdpAttachment(ordering, model, hook, hook_state)
+
+
+def _attach_fsdp(ordering: Ordering, model: nn.Module) -> Attachment:
+    if ordering._sorter is not None and not isinstance(ordering._sorter, ShardedPairs):
+        raise ValueError(
+            f"with fully_shard no rank ever has a whole gradient, which order {ordering.order_name!r} with this "
+            "exchange needs; use order 'cd-grab' with exchange 'sharded'"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for group in groups:
+                if group is not None and group.mesh_info.mesh.ndim > 1:
+                    raise ValueError(
+                        f"{name or 'the model'} is sharded over a mesh of several dimensions; only one is known"
+                    )
+    check_same("the model", _fingerprint(model), ordering._group)
+    return FsdpAttachment(ordering, model)
+
+
+def _fingerprint(model: nn.Module) -> dict[str, Any]:
+    """What must be the same on all ranks: names, shapes and types of the trainable parameters."""
+    layout = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters() if p.requires_grad]
+    return {
+        "the number of trainable parameters": len(layout),
+        "the number of their elements": sum(math.prod(shape) for _, shape, _ in layout),
+        "the names, shapes and types of parameters (a digest)": zlib.crc32(str(layout).encode()),
+    }

@@ -1,0 +1,93 @@
+"""FSDP2 (`fully_shard`): its reduce-scatter becomes an all-to-all followed by a local sum.
+
+The same bytes leave every rank, the sharded gradient is the same up to rounding, and the rank has seen every worker's
+slice of the parameters it owns. Every wrapped module is a piece of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+
+from cdgrab.exchange import ShardedPairs
+
+if TYPE_CHECKING:
+    from cdgrab.ordering import Ordering
+
+
+class FsdpAttachment:
+    """Puts a reduce-scatter of its own into every wrapped module."""
+
+    def __init__(self, ordering: Ordering, model: nn.Module) -> None:
+        self._ordering = ordering
+        self._queued = False
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._before = [_param_group(module)._reduce_scatter_comm for module in self._modules]
+        for number, module in enumerate(self._modules):
+            # FSDP's own base class of such a thing is private; having its methods is what counts.
+            comm: Any = _BalancedReduceScatter(self, number, self._before[number])
+            module.set_custom_reduce_scatter(comm)
+
+    def settle(self) -> None:
+        pass
+
+    def detach(self) -> None:
+        for module, comm in zip(self._modules, self._before, strict=True):
+            module.set_custom_reduce_scatter(comm)
+
+    def take(self, piece: int, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        """Reduce-scatter `input` into `output`, and hand every worker's slice to the sorter."""
+        sorter = self._ordering._attached_sorter()
+        if not self._queued:
+            # At the end of this backward pass all modules will have come by.
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._on_end_of_backward)
+        size = dist.get_world_size(group)
+        slices = input.new_empty(size, output.numel())
+        dist.all_to_all_single(slices.view(-1), input, group=group)
+        total = slices.to(torch.promote_types(slices.dtype, torch.float32)).sum(0)
+        if op == dist.ReduceOp.AVG:
+            total /= size
+        elif op != dist.ReduceOp.SUM:
+            raise ValueError(f"FSDP asks for the reduction {op}; only SUM and AVG are known")
+        output.copy_(total)
+        self._ordering._exchange.bytes_sent += input.element_size() * (size - 1) * output.numel()
+        if isinstance(sorter, ShardedPairs):
+            sorter.put(piece, slices)
+
+    def _on_end_of_backward(self) -> None:
+        self._queued = False
+        sorter = self._ordering._attached_sorter()
+        counts_W = self._ordering._count_turn()
+        if isinstance(sorter, ShardedPairs):
+            sorter.end_turn(counts_W)
+
+
+def _param_group(module: FSDPModule) -> Any:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return groups[0]
+
+
+class _BalancedReduceScatter:
+    """FSDP's interface of a reduce-scatter; memory is allocated as the one it replaces does."""
+
+    def __init__(self, attachment: FsdpAttachment, piece: int, before: Any) -> None:
+        self._attachment = attachment
+        self._piece = piece
+        self._before = before
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        allocated: Tensor = self._before.allocate(size, dtype=dtype, device=device)
+        return allocated
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        assert not async_op, "fully_shard does not ask for it"
+        self._attachment.take(self._piece, output_tensor, input_tensor, group, op)
