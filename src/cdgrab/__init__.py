@@ -2,7 +2,7 @@
 
 from cdgrab.balance.rules import RULES, Greedy, Halving, Walk
 from cdgrab.data import Indexed
-from cdgrab.functional import balance
+from cdgrab.functional import balance_vectors
 from cdgrab.grads.flat import flat_grad, set_flat_grad
 from cdgrab.grads.per_example import per_example_grads
 from cdgrab.order import ORDERS
@@ -24,7 +24,7 @@ __all__ = [
     "Walk",
     "World",
     "__version__",
-    "balance",
+    "balance_vectors",
     "flat_grad",
     "herding_bound",
     "per_example_grads",

@@ -1,23 +1,35 @@
-"""What is checked before a saved state is let in, and what is said when it does not fit."""
+"""What is saved, what is checked before a saved state is let in, and what is said when it does not fit."""
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
+import torch
 
 VERSION = 1
 
 
-def check(state: dict[str, Any], config: dict[str, Any], num_units: list[int]) -> None:
-    """Raise `ValueError` if `state` was not saved by an ordering of this `config`.
+def pack(payload: dict[str, Any]) -> bytes:
+    """One piece of bytes, whatever the sizes of the tensors in it.
+
+    `torch.distributed.checkpoint` loads into tensors of the right shape only, and those of a fresh ordering are empty.
+    """
+    file = io.BytesIO()
+    torch.save(payload, file)
+    return file.getvalue()
+
+
+def unpack(state: dict[str, Any], config: dict[str, Any], num_units: list[int]) -> dict[str, Any]:
+    """Check `state` and return what it packs, on the CPU; raises `ValueError` if it does not fit.
 
     Args:
         state: What `Ordering.state_dict` returned.
         config: What must agree.
         num_units: Units of each local worker.
     """
-    missing = {"version", "config", "epoch", "dim", "orders", "progress", "sorter"} - state.keys()
+    missing = {"version", "config", "epoch", "payload"} - state.keys()
     if missing:
         raise ValueError(f"this is not the state of an ordering: {', '.join(sorted(missing))} missing")
     if state["version"] != VERSION:
@@ -32,6 +44,11 @@ def check(state: dict[str, Any], config: dict[str, Any], num_units: list[int]) -
                 f"the state was saved with {field}={found!r}, this ordering has {field}={expected!r}; make the "
                 "ordering with the saved value, or start from a fresh order"
             )
-    for order, expected in zip(state["orders"], num_units, strict=True):
+    try:
+        payload: dict[str, Any] = torch.load(io.BytesIO(state["payload"]), weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise ValueError(f"the state is damaged and cannot be read: {error}") from error
+    for order, expected in zip(payload["orders"], num_units, strict=True):
         if not np.array_equal(np.sort(order.numpy()), np.arange(expected)):
             raise ValueError(f"the saved order is not a permutation of {expected} units; the state is damaged")
+    return payload

@@ -15,7 +15,7 @@ Decided = tuple[IntArray, SignArray]
 
 
 class Decisions:
-    """Workers and signs of balancing rows, in balancing order."""
+    """Workers and signs of units, for each worker in the order in which it visited them."""
 
     def __init__(self) -> None:
         self._parts: list[Decided] = []
@@ -38,11 +38,14 @@ class Decisions:
         workers, signs = self.joined()
         return zlib.crc32(signs.tobytes(), zlib.crc32(workers.tobytes()))
 
-    def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray, *, units_per_row: int) -> IntArray:
+    def append_pairs(self, workers_N: IntArray, signs_N: SignArray) -> None:
+        """One sign per pair: the first unit carries it, the second its opposite."""
+        self.append(np.repeat(workers_N, 2), pair_signs(signs_N))
+
+    def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray) -> IntArray:
         """The next order of a worker. Units whose sign was not decided stay in the middle."""
         workers, signs = self.joined()
         mine = signs[workers == worker]
-        mine = pair_signs(mine) if units_per_row == 2 else mine
         padded = np.zeros(len(visited_N) + len(unvisited_M), dtype=np.int8)
         padded[: len(mine)] = mine
         return next_order(np.concatenate([visited_N, unvisited_M]), padded)
@@ -52,4 +55,4 @@ class Decisions:
         return {"workers": torch.from_numpy(workers.copy()), "signs": torch.from_numpy(signs.copy())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._parts = [(state["workers"].numpy().copy(), state["signs"].numpy().copy())]
+        self._parts = [(state["workers"].cpu().numpy().copy(), state["signs"].cpu().numpy().copy())]

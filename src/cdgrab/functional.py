@@ -12,7 +12,7 @@ from cdgrab.sorter import make_sorter
 from cdgrab.units import generator
 
 
-def balance(
+def balance_vectors(
     vectors_WUD: Tensor,
     *,
     order: str = "cd-grab",
@@ -38,19 +38,20 @@ def balance(
     Example:
         >>> from cdgrab import herding_bound
         >>> vectors = torch.randn(4, 100, 16, generator=torch.Generator().manual_seed(0))
-        >>> orders = balance(vectors, rounds=5)
+        >>> orders = balance_vectors(vectors, rounds=5)
         >>> herding_bound(vectors, orders) < herding_bound(vectors) / 2
         True
     """
-    if vectors_WUD.ndim != 3 or vectors_WUD.shape[1] == 0:
+    if vectors_WUD.ndim != 3 or 0 in vectors_WUD.shape:
         raise ValueError(f"vectors have the shape {tuple(vectors_WUD.shape)}; expected workers x units x dim")
     num_workers, num_units, _ = vectors_WUD.shape
     vectors_WUD = vectors_WUD if vectors_WUD.dtype == torch.float64 else vectors_WUD.to(torch.float32)
-    spec = find_order(order)
+    vectors_WUD = vectors_WUD.detach()
+    spec, make_rule = find_order(order), find_rule(rule)
     if isinstance(spec, Free):
         last = [spec.baseline(num_units, seed, rounds, worker) for worker in range(num_workers)]
         return torch.from_numpy(np.stack(last))
-    sorter = make_sorter(spec, [generator(seed, worker, "rule") for worker in range(num_workers)], find_rule(rule))
+    sorter = make_sorter(spec, [generator(seed, worker, "rule") for worker in range(num_workers)], make_rule)
     orders = [np.arange(num_units) for _ in range(num_workers)]
     nothing = np.arange(0)
     for epoch in range(rounds):

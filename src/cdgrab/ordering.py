@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 import zlib
 from collections.abc import Callable, Sized
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, IterableDataset
 
 from cdgrab import checkpoint
@@ -47,13 +49,15 @@ class Ordering:
         dataset: A map-style dataset, or its length.
         batch_size: The batch size of the loader. In a simulated world that is the batch of all workers together.
         unit_size: Examples per unit. By default a worker's whole batch is one unit, which is what a plain
-            `backward()` gives a gradient of; 1 orders single examples and needs one row per example.
+            `backward()` gives a gradient of; 1 orders single examples and needs one row per example. Orders without
+            gradients shuffle single examples by default.
         order: `"cd-grab"` or another name in `cdgrab.ORDERS`.
         rule: `"greedy"`, `"walk"`, `"halving"`, or a function that makes a rule from a random generator.
         world: Who takes part; by default what `torch.distributed` says.
         seed: Seed of the first order and of everything random.
-        drop_last: Leave out of every epoch what does not fill a batch on every worker. What was left out comes
-            in the middle of the next epoch. Without it the last batch is short, and workers with one example less
+        drop_last: Leave out of every epoch what does not fill a batch on every worker. Units that were left out come
+            in the middle of the next epoch; examples that fill no unit (fewer than `unit_size` on each worker, none
+            if it is 1) are never visited. Without it the last batch is short, and workers with one example less
             repeat one, as with `DistributedSampler`.
         group: The ranks among which data are dealt: a process group or a dimension of a device mesh; by default all.
         exchange: How ranks bring their rows together: `"sharded"` (default for `cd-grab`; the price of an all-reduce),
@@ -86,38 +90,40 @@ class Ordering:
         exchange: str | ExchangeMaker | None = None,
     ) -> None:
         length = _length(dataset)
-        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-            raise ValueError(f"seed is {seed!r}; it must be a whole number, 0 or more")
+        self.seed = _whole("seed", seed, least=0)
         self._group = process_group(group)
         self.world = world or World.detect(self._group)
-        self.batch_size = _positive("batch_size", batch_size)
-        self._worker_batch = _split_batch(batch_size, self.world)
-        self.unit_size = _check_unit_size(unit_size, self._worker_batch)
+        self.batch_size = _whole("batch_size", batch_size, least=1)
         self.order_name = order
-        self.seed = seed
         self.drop_last = drop_last
         self._spec = find_order(order)
+        self._worker_batch = _split_batch(self.batch_size, self.world)
+        self.unit_size = _check_unit_size(unit_size, 1 if isinstance(self._spec, Free) else None, self._worker_batch)
         self._make_rule = find_rule(rule)
         self._rule_name = rule if isinstance(rule, str) else "custom"
-        self._block = None if block is None else _positive("block", block)
-        self._exchange = self._make_exchange(exchange)
+        self._block = None if block is None else _whole("block", block, least=1)
+        self._check_world()
 
         self._epoch = 0
         self._attachment: Attachment | None = None
         self._dim: int | None = None
+        self._dtype: torch.dtype | None = None
+        self._device: torch.device | None = None
         self._last_metrics: dict[str, float] = {}
         self._seconds = 0.0
         self._bytes_before = 0
         self._units = self._deal(length)
+        self._config = self._make_config()
         self._orders = [np.arange(self._units.num_units(worker)) for worker in self.world.local_workers]
         self._progress = Progress(self._units, 0, self._orders)
+        if self._ranks_meet:
+            same = {key: value for key, value in self._config.items() if key != "rank"}
+            check_same("the ordering", {**same, "exchange": str(exchange)}, self._group)
+        self._exchange = self._make_exchange(exchange)
         self._sorter = self._new_sorter()
         if self._sorter is not None:
             self._sorter.start_epoch(0, self._visits())
         self.sampler = OrderedSampler(self, range(length))
-        if self._ranks_meet:
-            same = {key: value for key, value in self._config().items() if key != "rank"}
-            check_same("the ordering", same, self._group)
 
     # What is visited
 
@@ -177,12 +183,12 @@ class Ordering:
         start = time.perf_counter()
         rows_ND = self._check_rows(rows)
         if units is None:
-            step = self._progress.next_step(len(rows_ND), max(1, self._worker_batch // self.unit_size))
+            step = self._progress.next_step(len(rows_ND) if self._sorter is not None else None, self._turns_per_batch)
         else:
             examples = torch.as_tensor(units).reshape(-1).cpu().numpy()
             step = self._progress.named_step(len(rows_ND), examples)
         # All checks are done; from here on the step is recorded.
-        self._dim = rows_ND.shape[1]
+        self._dim, self._dtype = rows_ND.shape[1], rows_ND.dtype
         if self._sorter is not None:
             rows_mLD = rows_ND.view(-1, step.turns, rows_ND.shape[1]).transpose(0, 1)
             self._sort(rows_mLD, None if step.counts_Lm is None else step.counts_Lm.T)
@@ -218,8 +224,7 @@ class Ordering:
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` with what has been observed so far. Does nothing if `epoch` is the current one."""
-        if not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(f"epoch is {epoch!r}; it must be a whole number, 0 or more")
+        epoch = _whole("epoch", epoch, least=0)
         self._settle()
         if epoch == self._epoch:
             return
@@ -236,7 +241,8 @@ class Ordering:
         """Figures of the last finished epoch, ready for a logger; empty before there is one.
 
         `imbalance` is the longest running sum of the epoch over `sqrt(sum ||row||^2)`: random signs give about 1, good
-        balancing far less. `flipped` is the share of rows with a minus, `nonfinite` counts rows that were left out,
+        balancing far less. `flipped` is the share of rows with a minus, `nonfinite` counts those left out
+        (a row is a pair's difference, or with MeanBalance one gradient),
         `unobserved` units whose gradient never came, `seconds` and `bytes` are what this rank spent on ordering.
         """
         self._settle()
@@ -249,33 +255,37 @@ class Ordering:
         self._settle()
         return {
             "version": checkpoint.VERSION,
-            "config": self._config(),
+            "config": self._config,
             "epoch": self._epoch,
-            "dim": self._dim,
-            "orders": [torch.from_numpy(order.copy()) for order in self._orders],
-            "progress": self._progress.state_dict(),
-            "sorter": {} if self._sorter is None else self._sorter.state_dict(),
-            "metrics": dict(self._last_metrics),
-            "seconds": self._seconds,
+            "payload": checkpoint.pack(
+                {
+                    "dim": self._dim,
+                    "dtype": None if self._dtype is None else str(self._dtype).removeprefix("torch."),
+                    "orders": [torch.from_numpy(order) for order in self._orders],
+                    "progress": self._progress.state_dict(),
+                    "sorter": {} if self._sorter is None else self._sorter.state_dict(),
+                    "metrics": self._last_metrics,
+                    "seconds": self._seconds,
+                }
+            ),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. A state that does not fit is refused and changes nothing."""
         self._settle()
-        checkpoint.check(state, self._config(), [len(order) for order in self._orders])
+        payload = checkpoint.unpack(state, self._config, [len(order) for order in self._orders])
         units = self._deal(self._units.num_examples, state["epoch"])
-        orders = [order.numpy().copy() for order in state["orders"]]
+        orders = [order.numpy() for order in payload["orders"]]
         progress = Progress(units, state["epoch"], orders)
-        progress.load_state_dict(state["progress"])
+        progress.load_state_dict(payload["progress"])
         sorter = self._new_sorter()
         if sorter is not None:
-            sorter.load_state_dict(state["sorter"])
+            sorter.load_state_dict(payload["sorter"])
         # Nothing can fail any more.
         self._units, self._orders, self._progress, self._sorter = units, orders, progress, sorter
-        self._epoch, self._dim = state["epoch"], state["dim"]
-        self._last_metrics, self._seconds = dict(state["metrics"]), state["seconds"]
-
-    # Inside
+        self._epoch, self._dim, self._device = state["epoch"], payload["dim"], None
+        self._dtype = None if payload["dtype"] is None else getattr(torch, payload["dtype"])
+        self._last_metrics, self._seconds = payload["metrics"], payload["seconds"]
 
     # For attachments
 
@@ -289,7 +299,7 @@ class Ordering:
         """Record a turn of every worker; returns whose row is a unit."""
         turn = self._progress.turns
         workers = range(self.world.size) if self._coordinated else self.world.local_workers
-        self._progress.record(self._progress.next_step(1, 1))
+        self._progress.record(self._progress.next_step(None, self._turns_per_batch))
         return np.array([turn < self._units.num_visited(worker) for worker in workers])
 
     def _observe_attached(self, row_D: Tensor | None) -> None:
@@ -314,6 +324,15 @@ class Ordering:
         """Whether there are other ranks to talk to. A world made by hand, for tests and studies, has none."""
         return not self.world.one_process and self.world.size > 1 and dist.is_available() and dist.is_initialized()
 
+    def _check_world(self) -> None:
+        if self._ranks_meet:
+            rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+            if (rank, size) != (self.world.rank, self.world.size):
+                raise ValueError(
+                    f"world says rank {self.world.rank} of {self.world.size}, the process group rank {rank} of {size}; "
+                    "pass group= and leave world= out"
+                )
+
     def _make_exchange(self, exchange: str | ExchangeMaker | None) -> Exchange:
         pairs = isinstance(self._spec, Balanced) and self._spec.centring == "pair"
         maker = find_exchange(exchange or ("sharded" if pairs else "gather"))
@@ -328,7 +347,7 @@ class Ordering:
         self._group = own_group(self._group)
         return maker(self._group)
 
-    def _config(self) -> dict[str, Any]:
+    def _make_config(self) -> dict[str, Any]:
         """What must be the same for a state to fit."""
         return {
             "num_examples": self._units.num_examples,
@@ -341,7 +360,7 @@ class Ordering:
             "world_size": self.world.size,
             "rank": self.world.rank,
             "simulated": self.world.one_process,
-            "dealt": zlib.crc32(self._deal(self._units.num_examples).dealt.tobytes()),
+            "dealt": zlib.crc32(self._units.dealt.tobytes()),
         }
 
     def _deal(self, length: int, epoch: int = 0) -> Units:
@@ -380,13 +399,39 @@ class Ordering:
             )
         if self._dim is not None and rows.shape[1] != self._dim:
             raise ValueError(
-                f"rows have {rows.shape[1]} columns, earlier ones had {self._dim}; has the set of trainable "
-                "parameters changed?"
+                f"rows have {rows.shape[1]} columns, earlier ones had {self._dim}; the set of trainable parameters "
+                "must stay as it is, or a new ordering be made"
             )
-        return rows if rows.dtype == torch.float64 else rows.to(torch.float32)
+        dtype = self._dtype or (torch.float64 if rows.dtype == torch.float64 else torch.float32)
+        return rows.to(self._settle_on(rows.device), dtype)
+
+    def _settle_on(self, device: torch.device) -> torch.device:
+        """Rows stay on the device of the first of them; a loaded state, which is on the CPU, follows."""
+        if self._device is None:
+            self._device = device
+            if self._dim is not None and self._sorter is not None and device.type != "cpu":
+                sorter = self._new_sorter()
+                assert sorter is not None
+                sorter.load_state_dict(tree_map_only(Tensor, lambda part: part.to(device), self._sorter.state_dict()))
+                self._sorter = sorter
+        return self._device
+
+    @property
+    def _turns_per_batch(self) -> int:
+        return max(1, self._worker_batch // self.unit_size)
 
     def _sort(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> None:
         assert self._sorter is not None
+        if (
+            self._coordinated
+            and self.world.size > 1
+            and isinstance(self._exchange, Local)
+            and not self.world.one_process
+        ):
+            raise ValueError(
+                f"order {self.order_name!r} coordinates {self.world.size} ranks, but torch.distributed is not "
+                "initialised; call init_process_group() before making the ordering, or use World.simulated()"
+            )
         rows_mWD, counts_mW = self._exchange.collect(rows_mLD, counts_mL)
         if rows_mWD is None:
             return
@@ -402,6 +447,7 @@ class Ordering:
 
     def _next_epoch(self, epoch: int) -> None:
         """Close the epoch with what has been observed, and put the next order in force."""
+        start = time.perf_counter()
         unvisited = [self._progress.unvisited(local) for local in range(len(self._orders))]
         tallies = []
         if self._sorter is not None:
@@ -414,20 +460,23 @@ class Ordering:
                 index = worker if self._coordinated else local
                 visited = self._progress.visited(local)
                 self._orders[local] = self._sorter.arrange(index, visited, unvisited[local])
-        self._last_metrics = summarise(
-            self._epoch,
-            tallies,
-            unobserved=sum(map(len, unvisited)),
-            seconds=self._seconds,
-            bytes_sent=self._exchange.bytes_sent - self._bytes_before,
-        )
-        self._bytes_before = self._exchange.bytes_sent
-        if self._last_metrics["nonfinite"]:
-            log.warning(
-                "epoch %d: %d rows were not finite; they were left out and their units kept their order",
+        if self._progress.turns:
+            self._last_metrics = summarise(
                 self._epoch,
-                self._last_metrics["nonfinite"],
+                tallies,
+                unobserved=sum(map(len, unvisited)),
+                seconds=self._seconds + time.perf_counter() - start,
+                bytes_sent=self._exchange.bytes_sent - self._bytes_before,
             )
+            self._bytes_before = self._exchange.bytes_sent
+            left_out = self._last_metrics["nonfinite"]
+            if left_out:
+                log.warning(
+                    "epoch %d: %d gradients or pairs of them were not finite; they were left out and their units kept "
+                    "their order",
+                    self._epoch,
+                    left_out,
+                )
 
         self._epoch, self._seconds = epoch, 0.0
         if isinstance(self._spec, Free):
@@ -443,15 +492,15 @@ class Ordering:
 
 
 def _length(dataset: Any) -> int:
-    if isinstance(dataset, int) and not isinstance(dataset, bool):
-        length = dataset
-    elif isinstance(dataset, IterableDataset):
+    if isinstance(dataset, IterableDataset):
         raise ValueError(
             f"{type(dataset).__name__} is an iterable-style dataset, whose order is its own; an ordering needs a "
             "map-style dataset, with __getitem__ and __len__"
         )
-    elif isinstance(dataset, Sized):
+    if isinstance(dataset, Sized):
         length = len(dataset)
+    elif isinstance(dataset, (int, np.integer)) and not isinstance(dataset, bool):
+        length = int(dataset)
     else:
         raise ValueError(
             f"{type(dataset).__name__} has no length; pass a map-style dataset (with __len__) or a whole number"
@@ -461,10 +510,15 @@ def _length(dataset: Any) -> int:
     return length
 
 
-def _positive(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
-    return value
+def _whole(name: str, value: Any, *, least: int) -> int:
+    """A whole number of any integer type, numpy's included."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if not least <= number < 2**63:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number, {least} or more")
+    return number
 
 
 def _split_batch(batch_size: int, world: World) -> int:
@@ -479,10 +533,11 @@ def _split_batch(batch_size: int, world: World) -> int:
     return batch_size // world.size
 
 
-def _check_unit_size(unit_size: int | None, worker_batch: int) -> int:
+def _check_unit_size(unit_size: int | None, default: int | None, worker_batch: int) -> int:
     if unit_size is None:
-        return worker_batch
-    if worker_batch % _positive("unit_size", unit_size) and unit_size % worker_batch:
+        return default or worker_batch
+    unit_size = _whole("unit_size", unit_size, least=1)
+    if worker_batch % unit_size and unit_size % worker_batch:
         raise ValueError(
             f"unit_size is {unit_size}, but a worker's batch is {worker_batch} examples; units and batches must not "
             f"straddle each other, so choose a divisor of {worker_batch}, or a multiple if batches are accumulated"

@@ -61,7 +61,9 @@ class Progress:
     @property
     def samples_left(self) -> int:
         """Examples each worker has yet to visit."""
-        return max(0, self._units.num_samples - self._turns * self._units.unit_size)
+        return (
+            len(self._left(0)) if self._named else max(0, self._units.num_samples - self._turns * self._units.unit_size)
+        )
 
     def visited(self, local: int) -> IntArray:
         """Units of a local worker in the order in which they were observed."""
@@ -76,20 +78,17 @@ class Progress:
         seen[self.visited(local)] = True
         return order[~seen[order]]
 
-    def next_step(self, num_rows: int, turns_per_batch: int) -> Step:
-        """Check rows that come in planned order."""
+    def next_step(self, num_rows: int | None, turns_per_batch: int) -> Step:
+        """Check the rows of a batch that comes in planned order; None counts the batch, whatever it gave."""
         self._check_mode(named=False)
         workers, left = len(self._locals), self._units.num_slots - self._turns
-        turns = num_rows // workers
-        if workers > 1:
-            expected = min(turns_per_batch, left)
-            if num_rows != workers * expected:
-                raise ValueError(
-                    f"{num_rows} rows for a step of {workers} simulated workers; expected {workers * expected}, "
-                    f"{expected} from each worker"
-                )
-        elif not 1 <= turns <= left:
-            raise ValueError(f"{num_rows} rows, but the epoch has {left} units left")
+        turns = min(turns_per_batch, left)
+        if num_rows is not None and num_rows != workers * turns:
+            each = f", {turns} from each of {workers} simulated workers" if workers > 1 else ""
+            raise ValueError(
+                f"{num_rows} rows for a batch of {workers * turns} units{each}; give one row for every unit of "
+                f"{self._units.unit_size} examples, or make the ordering with another unit_size (1: a row per example)"
+            )
         if self._turns + turns <= self._fewest_visits:
             return Step(turns)
         turns_m = np.arange(self._turns, self._turns + turns)
@@ -99,6 +98,8 @@ class Progress:
         """Check rows whose examples are named, `unit_size` per row; a worker's last row may have fewer."""
         self._check_mode(named=True)
         workers, size = len(self._locals), self._units.unit_size
+        if len(examples) and examples.dtype.kind not in "iu":
+            raise ValueError(f"units are dataset indices, whole numbers; found {examples.dtype}")
         if len(examples) == 0 or len(examples) % workers:
             raise ValueError(f"{len(examples)} examples are named, which {workers} workers cannot share evenly")
         turns = -(-len(examples) // (workers * size))
@@ -113,7 +114,8 @@ class Progress:
         units: list[list[int]] = [[] for _ in self._locals]
         for local, mine in enumerate(examples.reshape(workers, -1)):
             for turn in range(turns):
-                unit = self._find(local, mine[turn * size : (turn + 1) * size], units[local])
+                now = units[local]
+                unit = self._find(local, mine[turn * size : (turn + 1) * size], now, turn - len(now))
                 if unit is not None:
                     counts_Lm[local, turn] = True
                     units[local].append(unit)
@@ -129,8 +131,8 @@ class Progress:
 
     def stream(self, worker_batch: int) -> IntArray:
         """Examples left to visit, as a loader of `L * worker_batch` per batch must get them: worker by worker."""
-        left = self.samples_left
-        columns = np.stack([self._left(local)[:left] for local in range(len(self._locals))])  # (L, left)
+        columns = np.stack([self._left(local) for local in range(len(self._locals))])  # (L, left)
+        left = columns.shape[1]
         whole = left - left % worker_batch
         batches = columns[:, :whole].reshape(len(columns), -1, worker_batch)  # (L, batches, worker_batch)
         return np.concatenate([batches.swapaxes(0, 1).reshape(-1), columns[:, whole:].reshape(-1)])
@@ -148,34 +150,37 @@ class Progress:
         for seen, visited in zip(self._seen, self._visited, strict=True):
             seen[visited] = True
 
-    def _planned(self, local: int) -> tuple[IntArray, IntArray]:
-        """Examples of a local worker's planned units, and its rest."""
+    def _rest(self, local: int) -> IntArray:
+        """What comes after the units of a local worker: examples that fill none, and padding."""
         examples = self._units.examples(local, self._orders[local], self._padding[local])
-        stop = self._visits_L[local] * self._units.unit_size
-        return examples[:stop], examples[stop:]
+        return examples[self._visits_L[local] * self._units.unit_size :]
 
     def _left(self, local: int) -> IntArray:
         """Examples of a local worker that have not been observed: units first, then the rest."""
         size, seen = self._units.unit_size, len(self.visited(local))
         units = self._units.group(local)[self.unvisited(local)][: self._visits_L[local] - seen]
-        rest = self._planned(local)[1][(self._turns - seen) * size :]
-        return np.concatenate([units.reshape(-1), rest])
+        return np.concatenate([units.reshape(-1), self._rest(local)[(self._turns - seen) * size :]])
 
-    def _find(self, local: int, examples: IntArray, now: list[int]) -> int | None:
-        """The unit made of `examples`, or None if they are rest; `now` lists the units found in the same call."""
+    def _find(self, local: int, examples: IntArray, now: list[int], now_rest: int) -> int | None:
+        """The unit made of `examples`, or None if they are rest.
+
+        `now` lists the units found in the same call before, `now_rest` counts its rows of rest.
+        """
         size, total = self._units.unit_size, self._units.num_examples
         if examples.min() < 0 or examples.max() >= total:
             raise ValueError(
                 f"examples {examples.tolist()} are named; the dataset has {total} of them, 0 to {total - 1}"
             )
-        unit, *others = np.unique(self._units.unit_of(local)[examples]).tolist()
+        unit, *others = np.unique(self._units.unit_of(local, examples)).tolist()
         whole = unit >= 0 and not others and len(examples) == size
         observed = whole and (self._seen[local][unit] or unit in now)
         if whole and not observed:
             return int(unit)
-        if np.isin(examples, self._planned(local)[1]).all():
+        rest_seen = self._turns - len(self._visited[local]) + now_rest
+        rest = self._rest(local)[rest_seen * size :]
+        if len(rest) and np.isin(examples, self._rest(local)).all():
             return None
-        if observed:
+        if observed or np.isin(examples, self._rest(local)).all():
             raise ValueError(f"the unit of examples {examples.tolist()} has been observed already in this epoch")
         raise ValueError(
             f"examples {examples.tolist()} are no unit of worker {self._locals[local]}; name the {size} dataset "

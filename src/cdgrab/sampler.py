@@ -28,9 +28,9 @@ class OrderedSampler(DistributedSampler[Any]):
         world = ordering.world
         replicas, rank = (1, 0) if world.one_process else (world.size, world.rank)
         # The type of `dataset` is widened: only its length is ever asked for.
-        super().__init__(dataset, replicas, rank, seed=ordering.seed, drop_last=ordering.drop_last)  # type: ignore[arg-type]
         self._ordering = ordering
-        self._stood_at: tuple[int, int] | None = None
+        super().__init__(dataset, replicas, rank, seed=ordering.seed, drop_last=ordering.drop_last)  # type: ignore[arg-type]
+        self._stood_at: list[tuple[int, int]] = []
         self.num_samples = ordering.examples_per_epoch
         self.total_size = self.num_samples * replicas
 
@@ -39,7 +39,17 @@ class OrderedSampler(DistributedSampler[Any]):
         return iter(self._ordering.remaining().tolist())
 
     def __len__(self) -> int:
-        return self._ordering.examples_left
+        """Examples of a whole epoch: `len(loader)` must not change under a loop that asks for it."""
+        return self.num_samples
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the ordering."""
+        return self._ordering.epoch
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        """Ignored: `DistributedSampler` sets it when it is made; it is `set_epoch` that begins one."""
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`, as with any `DistributedSampler`. Does nothing if it is the current one.
@@ -53,22 +63,23 @@ class OrderedSampler(DistributedSampler[Any]):
     def _notice_a_standstill(self) -> None:
         """A loader that drops its last batch never delivers the end of the epoch: say so, then stop.
 
-        Without this every further pass would be empty, in silence. One such pass may be an evaluation, or the end of a
-        loop that was broken off, hence a warning first. Only diagnostics are kept here, nothing that orders depend on.
+        Without this every further pass would be empty, in silence. A pass or two may be evaluations just before the
+        last batch, or the end of a loop that was broken off, hence warnings first. Only diagnostics are kept here,
+        nothing that orders depend on.
         """
         ordering = self._ordering
         here = (ordering.epoch, ordering.examples_left)
         if not 0 < ordering.examples_left < min(ordering.batch_size, ordering.examples_per_epoch):
             return
+        self._stood_at = [*self._stood_at, here] if here in self._stood_at else [here]
         message = (
             f"a pass over the data begins while epoch {ordering.epoch} has {ordering.examples_left} examples left, "
             "fewer than a batch. If the loader drops its last batch, make the ordering with drop_last=True; if the "
             f"last pass was broken off, begin the next epoch with sampler.set_epoch({ordering.epoch + 1})"
         )
-        if here == self._stood_at:
+        if len(self._stood_at) > 2:
             raise RuntimeError(message)
         log.warning(message)
-        self._stood_at = here
 
 
 __all__ = ["OrderedSampler"]

@@ -100,6 +100,7 @@ class SignSorter:
                     self.add_one(row_D, worker)
             return
         if rows_bWD.shape[2] >= _LONG_ROW and self._block is None:
+            self._flush()
             for rows, minus in self._centring.add(rows_bWD):
                 for turn in range(rows.shape[0]):
                     self._decide(rows[turn], minus[turn], self._workers)
@@ -127,8 +128,7 @@ class SignSorter:
         self._flush()
 
     def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray) -> IntArray:
-        units_per_row = self._centring.units_per_row
-        return self.decisions.arrange(worker, visited_N, unvisited_M, units_per_row=units_per_row)
+        return self.decisions.arrange(worker, visited_N, unvisited_M)
 
     def tallies(self) -> list[Tally]:
         return [balancer.tally for balancer in self._balancers]
@@ -154,7 +154,10 @@ class SignSorter:
                 index = torch.from_numpy(mine_N).to(rows_ND.device)
                 minus = None if minus_ND is None else minus_ND[index]
                 signs_N[mine_N] = self._balancers[worker].balance(rows_ND[index], minus)
-        self.decisions.append(workers_N, signs_N)
+        if self._centring.units_per_row == 2:
+            self.decisions.append_pairs(workers_N, signs_N)
+        else:
+            self.decisions.append(workers_N, signs_N)
 
     def _make_room(self, rows_bWD: Tensor) -> None:
         _, num_workers, dim = rows_bWD.shape

@@ -79,19 +79,20 @@ class Units:
         shard = self.shards[local]
         return shard[: len(shard) - len(shard) % self.unit_size].reshape(-1, self.unit_size)
 
-    def unit_of(self, local: int) -> IntArray:
-        """For every dataset index the unit of local worker number `local` it belongs to, or -1."""
-        return self._unit_of[local]
+    def unit_of(self, local: int, examples: IntArray) -> IntArray:
+        """The unit of local worker number `local` that each of the examples belongs to, or -1."""
+        owner_N, unit_N = self._maps
+        return np.where(owner_N[examples] == local, unit_N[examples], -1)
 
     @functools.cached_property
-    def _unit_of(self) -> list[IntArray]:
-        found = []
+    def _maps(self) -> tuple[npt.NDArray[np.int32], IntArray]:
+        """For every dataset index the local worker and the unit it belongs to, or -1."""
+        owner_N, unit_N = np.full(self.num_examples, -1, dtype=np.int32), np.full(self.num_examples, -1)
         for local in range(len(self.shards)):
             grouped = self.group(local)
-            unit_of = np.full(self.num_examples, -1)
-            unit_of[grouped] = np.arange(len(grouped))[:, None]
-            found.append(unit_of)
-        return found
+            owner_N[grouped] = local
+            unit_N[grouped] = np.arange(len(grouped))[:, None]
+        return owner_N, unit_N
 
     def examples(self, local: int, order: IntArray, padding: IntArray) -> IntArray:
         """Dataset indices local worker number `local` visits when its units come in `order`, cut to `num_samples`."""
@@ -114,10 +115,10 @@ def deal(
 
     With `whole_batches` every worker visits the largest multiple of that number for which no padding is needed.
     """
-    if num_examples < 1:
-        raise ValueError("the dataset is empty; there is nothing to order")
     if shuffle:
-        dealt = torch.randperm(num_examples, generator=torch.Generator().manual_seed(seed + epoch)).numpy()
+        # On the CPU whatever the default device, as DistributedSampler's own generator is.
+        random = torch.Generator("cpu").manual_seed(seed + epoch)
+        dealt = torch.randperm(num_examples, generator=random, device="cpu").numpy()
     else:
         dealt = np.arange(num_examples)
     num_samples = math.ceil(num_examples / world.size)

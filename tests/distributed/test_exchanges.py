@@ -216,3 +216,20 @@ def on_a_mesh() -> tuple[int, int]:
 
 def test_tensor_parallel_peers_share_a_worker() -> None:
     assert run_ranks(4, on_a_mesh) == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+def named_backwards(exchange: str) -> tuple[list[int], float]:
+    """Batches come last first, so that padding and the rest come before the units."""
+    ordering = Ordering(11, batch_size=2, unit_size=1, exchange=exchange)
+    vectors = randn(11, 3)
+    for _ in range(2):
+        for batch in reversed(torch.tensor(list(ordering.sampler)).split(2)):
+            ordering.observe(vectors[batch], units=batch)
+    return ordering.order.tolist(), ordering.metrics()["unobserved"]
+
+
+@pytest.mark.parametrize("exchange", ["sharded", "gather", "server"])
+def test_named_units_out_of_order_on_ranks(exchange: str) -> None:
+    answers = run_ranks(2, named_backwards, exchange)
+    assert sorted(example for order, _ in answers for example in order) == list(range(11))
+    assert [unobserved for _, unobserved in answers] == [0, 0]

@@ -47,7 +47,6 @@ def test_making_an_ordering(dataset: Any, options: dict[str, Any], message: str)
 
 def state_of(ordering: Ordering) -> str:
     state = ordering.state_dict()
-    state.pop("seconds")
     return str(state)
 
 
@@ -55,8 +54,9 @@ def state_of(ordering: Ordering) -> str:
     ("rows", "units", "message"),
     [
         (randn(4, 5), None, "rows have 5 columns, earlier ones had 3"),
-        (randn(7, 3), None, "7 rows, but the epoch has 6 units left"),
-        (randn(0, 3), None, "0 rows, but the epoch has 6 units left"),
+        (randn(7, 3), None, "7 rows for a batch of 4 units; give one row for every unit of 1 examples"),
+        (randn(1, 3), None, "1 rows for a batch of 4 units"),
+        (randn(0, 3), None, "0 rows for a batch of 4 units"),
         (randn(2, 2, 3), None, r"rows have the shape \(2, 2, 3\).*expected units x dim"),
         (randn(2, 0), None, r"rows have the shape \(2, 0\)"),
         (randn(2, 3).to(torch.complex64), None, "type torch.complex64; expected units x dim real numbers"),
@@ -75,7 +75,7 @@ def test_observing_in_order(rows: torch.Tensor, units: torch.Tensor | None, mess
 def test_observing_simulated_workers() -> None:
     ordering = Ordering(40, batch_size=8, unit_size=1, world=World.simulated(4))
     before = state_of(ordering)
-    with pytest.raises(ValueError, match="6 rows for a step of 4 simulated workers; expected 8, 2 from each worker"):
+    with pytest.raises(ValueError, match="6 rows for a batch of 8 units, 2 from each of 4 simulated workers"):
         ordering.observe(randn(6, 3))
     assert state_of(ordering) == before
 
@@ -109,7 +109,7 @@ def test_naming_units_of_another_rank() -> None:
         ordering.observe(randn(2, 3), units=theirs)
 
 
-@pytest.mark.parametrize("epoch", [-1, 1.0, None])
+@pytest.mark.parametrize("epoch", [-1, 1.0, None, True])
 def test_set_epoch(epoch: Any) -> None:
     with pytest.raises(ValueError, match=f"epoch is {epoch}; it must be a whole number, 0 or more"):
         Ordering(10, batch_size=2).sampler.set_epoch(epoch)

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from _asserts import assert_permutation
+from _asserts import assert_follows_the_rule, assert_permutation
 from _inputs import randn
 from cdgrab import ORDERS, RULES, Ordering, World
-from cdgrab.balance import reference
+from cdgrab.balance import compiled, reference
+from cdgrab.balance.blocked import Balancer
+from cdgrab.balance.rules import Greedy
 
 BALANCED = ["cd-grab", "pair", "grab", "id-grab", "greedy-herding"]
 
@@ -195,7 +197,7 @@ def test_nonfinite_rows_keep_their_pair_and_are_reported_once(caplog: pytest.Log
     train_epoch(hit, spoilt)
     assert hit.metrics()["nonfinite"] == 1
     assert [r.message for r in caplog.records] == [
-        "epoch 0: 1 rows were not finite; they were left out and their units kept their order"
+        "epoch 0: 1 gradients or pairs of them were not finite; they were left out and their units kept their order"
     ]
     first, second = clean.order[:2]
     assert hit.order[0] == first
@@ -308,3 +310,111 @@ def test_memory_does_not_grow_over_epochs() -> None:
     late = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert late - early < 100 * 4096 / 2
+
+
+@pytest.mark.parametrize("order", ["cd-grab", "pair", "grab", "id-grab"])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("rule", ["greedy", "walk"])
+def test_long_rows_give_the_orders_of_waiting_ones(
+    order: str, fast: bool, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 2^15 numbers or more are balanced as they come; `block` makes them wait."""
+    if not fast:
+        monkeypatch.setattr(compiled, "available", lambda: False)
+    vectors = randn(22, 1 << 15, dtype=torch.float64)
+    vectors[5] = torch.nan
+    direct, waiting = (
+        Ordering(22, batch_size=3, unit_size=1, order=order, rule=rule, world=World.simulated(3), block=block)
+        for block in (None, 9)
+    )
+    for _ in range(2):
+        train_epoch(direct, vectors)
+        train_epoch(waiting, vectors)
+        assert torch.equal(direct.order, waiting.order)
+        assert direct.metrics()["nonfinite"] == waiting.metrics()["nonfinite"]
+        assert direct.metrics()["imbalance"] == pytest.approx(waiting.metrics()["imbalance"])
+
+
+def test_long_rows_equal_the_reference() -> None:
+    vectors = randn(15, 1 << 15, dtype=torch.float64)
+    ordering = Ordering(15, batch_size=3, unit_size=1, world=World.simulated(3))
+    before = torch.stack(ordering.orders)
+    train_epoch(ordering, vectors)
+    expected = before.gather(1, reference.pair_balance(vectors[before])[0])
+    assert torch.equal(torch.stack(ordering.orders), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_cores_do_not_change_signs(threads: int) -> None:
+    rows, minus = randn(7, 1 << 15, dtype=torch.float64), randn(7, 1 << 15, seed=1, dtype=torch.float64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        signs = Balancer(Greedy()).balance(rows, minus)
+    finally:
+        torch.set_num_threads(before)
+    assert assert_follows_the_rule(rows - minus, signs) == 1.0
+
+
+def test_the_rest_may_come_early_but_once() -> None:
+    """10 examples in units of 4: two units, and a rest of two."""
+    ordering = Ordering(10, batch_size=4)
+    planned = list(ordering.sampler)
+    ordering.observe(randn(1, 3), units=torch.tensor(planned[8:]))
+    assert ordering.remaining().tolist() == planned[:8]
+    with pytest.raises(ValueError, match="has been observed already"):
+        ordering.observe(randn(1, 3), units=torch.tensor(planned[8:]))
+    for start in (0, 4):
+        ordering.observe(randn(1, 3), units=torch.tensor(planned[start : start + 4]))
+    assert ordering.epoch == 1
+    assert ordering.metrics()["unobserved"] == 0
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_type_of_rows_may_change(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fast:
+        monkeypatch.setattr(compiled, "available", lambda: False)
+    ordering, steady = (Ordering(8, batch_size=2, unit_size=1, block=2) for _ in range(2))
+    vectors = randn(8, 3)
+    for step, batch in enumerate(batches(ordering)):
+        ordering.observe(vectors[batch].double() if step % 2 else vectors[batch])
+        steady.observe(vectors[batch])
+    assert torch.equal(ordering.order, steady.order)
+
+
+def test_orders_without_gradients_shuffle_examples_and_need_no_rows() -> None:
+    ordering = Ordering(40, batch_size=8, order="rr")
+    first = batches(ordering)
+    for _ in first:
+        ordering.observe(torch.zeros(3))  # whatever the loop has: it is not looked at
+    assert ordering.epoch == 1
+    assert not {frozenset(batch) for batch in first} & {frozenset(batch) for batch in batches(ordering)}
+
+
+def test_the_length_of_the_loader_does_not_change_under_the_loop() -> None:
+    ordering = Ordering(20, batch_size=2, unit_size=1)
+    for _ in range(5):
+        ordering.observe(randn(2, 3))
+        assert len(ordering.sampler) == 20
+
+
+def test_what_fills_no_unit_is_dropped_for_good_as_documented() -> None:
+    ordering = Ordering(50, batch_size=8, drop_last=True)
+    visited: set[int] = set()
+    for _ in range(5):
+        visited |= {example for batch in train_epoch(ordering, randn(50, 3)) for example in batch}
+    assert len(visited) == 48
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    ordering = Ordering(np.int64(20), batch_size=np.int32(4), seed=np.int64(1))  # type: ignore[arg-type]
+    ordering.sampler.set_epoch(np.int64(0))  # type: ignore[arg-type]
+    assert ordering.batch_size == 4
+
+
+def test_ranks_without_a_process_group_can_sample_but_not_balance() -> None:
+    ordering = Ordering(20, batch_size=2, unit_size=1, world=World(0, 2))
+    assert len(list(ordering.sampler)) == 10
+    with pytest.raises(ValueError, match=r"coordinates 2 ranks, but torch\.distributed is not initialised"):
+        ordering.observe(randn(2, 3))
+    assert ordering.examples_left == 10

@@ -29,8 +29,9 @@ def available() -> bool:
 
 def lengths(rows_KD: Array, minus_KD: Array | None = None) -> FloatArray:
     """Squared lengths of the rows `rows - minus`, with 0 for a row that is not finite."""
-    differences_KD = rows_KD if minus_KD is None else rows_KD - minus_KD
-    lengths_K = np.einsum("kd,kd->k", differences_KD, differences_KD).astype(np.float64)
+    with np.errstate(all="ignore"):
+        differences_KD = rows_KD if minus_KD is None else rows_KD - minus_KD
+        lengths_K = np.einsum("kd,kd->k", differences_KD, differences_KD).astype(np.float64)
     return np.where(np.isfinite(lengths_K), lengths_K, 0.0)
 
 

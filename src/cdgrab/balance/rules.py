@@ -135,9 +135,9 @@ class Halving:
         for k, b2 in enumerate(lengths().tolist()):
             self._row += 1
             lam = math.log(spread * self._row * self._epoch)
-            a = a_K[k] = max(b2, math.sqrt(b2 * self._v * lam))
+            a = a_K[k] = max(b2, math.sqrt(b2) * math.sqrt(self._v * lam))
             if a > 0:
-                self._v += b2 * max(0.0, 2 + (b2 - 2 * a) * self._v / a**2)
+                self._v += b2 * max(0.0, 2 + (b2 / a - 2) * (self._v / a))  # squares might underflow
         return a_K * (2.0 * self._rng.random(num_rows) - 1.0)
 
     def state_dict(self) -> dict[str, Any]:

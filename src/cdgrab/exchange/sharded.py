@@ -102,6 +102,9 @@ class ShardedPairs:
             return
         self._second = False
         active_W = counts_W & self._paired_W
+        alone = np.flatnonzero(counts_W ^ self._paired_W)  # the other half of the pair is no unit
+        self.resolve()
+        self.decisions.append(alone, np.zeros(len(alone), dtype=np.int8))
         if not active_W.any():
             return
         for rows_Wc in self.differences.values():
@@ -143,7 +146,7 @@ class ShardedPairs:
         signs_W[index] = signs_K
         for piece, rows_Wc in self.differences.items():
             self.running_sum[piece].addmv_(rows_Wc.T, torch.from_numpy(signs_W).to(rows_Wc))
-        self.decisions.append(index, signs_K.astype(np.int8))
+        self.decisions.append_pairs(index, signs_K.astype(np.int8))
 
     # Sorter
 
@@ -165,7 +168,7 @@ class ShardedPairs:
         self.resolve()
 
     def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray) -> IntArray:
-        return self.decisions.arrange(worker, visited_N, unvisited_M, units_per_row=2)
+        return self.decisions.arrange(worker, visited_N, unvisited_M)
 
     def tallies(self) -> list[Tally]:
         return [self._tally]
@@ -185,7 +188,7 @@ class ShardedPairs:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._table = None
         self._second = state["second"]
-        self._paired_W = state["paired"].numpy().copy()
+        self._paired_W = state["paired"].cpu().numpy().copy()
         self.differences = {piece: rows.clone() for piece, rows in state["differences"].items()}
         self.running_sum = {piece: rows.clone() for piece, rows in state["running_sum"].items()}
         self.decisions.load_state_dict(state["decisions"])

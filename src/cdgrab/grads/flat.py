@@ -23,7 +23,7 @@ def flat_grad(model: nn.Module) -> Tensor:
     if not trainable:
         raise ValueError("the model has no trainable parameter; there is no gradient to order by")
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable]
-    return torch.cat([grad.detach().reshape(-1) for grad in grads])
+    return torch.cat([(grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1) for grad in grads])
 
 
 def set_flat_grad(model: nn.Module, row_D: Tensor) -> None:

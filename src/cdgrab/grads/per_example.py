@@ -36,5 +36,6 @@ def per_example_grads(
     def loss_of(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return loss_fn(functional_call(model, (params, frozen, buffers), (x[None],)), y[None])
 
-    grads = vmap(grad(loss_of), in_dims=(None, 0, 0))(params, inputs, targets)
+    # Dropout and the like draw anew for every example, as they do in a batch.
+    grads = vmap(grad(loss_of), in_dims=(None, 0, 0), randomness="different")(params, inputs, targets)
     return torch.cat([g.flatten(1) for g in grads.values()], dim=1)

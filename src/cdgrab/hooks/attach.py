@@ -30,7 +30,7 @@ def attach(ordering: Ordering, model: nn.Module, hook: Callable[..., Any] | None
         raise ValueError(
             "simulated workers share one model, whose gradient is that of all of them; compute rows and call observe()"
         )
-    if ordering.unit_size % batch:
+    if ordering._sorter is not None and ordering.unit_size % batch:
         raise ValueError(
             f"unit_size is {ordering.unit_size}, but a backward pass gives one gradient for the whole batch of "
             f"{batch}; use unit_size=None, or compute rows (cdgrab.per_example_grads) and call observe()"
@@ -48,7 +48,7 @@ def attach(ordering: Ordering, model: nn.Module, hook: Callable[..., Any] | None
         return _attach_ddp(ordering, model, hook, hook_state)
     if sharded and world.size > 1:
         return _attach_fsdp(ordering, model)
-    return ModuleAttachment(ordering, model, ordering.unit_size // batch)
+    return ModuleAttachment(ordering, model, max(1, ordering.unit_size // batch))
 
 
 def _attach_ddp(

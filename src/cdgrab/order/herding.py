@@ -24,7 +24,8 @@ def herding_bound(vectors_WUD: Tensor, orders_WU: Tensor | None = None, *, ord: 
     """
     mean_D = vectors_WUD.mean((0, 1))
     if orders_WU is not None:
-        vectors_WUD = vectors_WUD.gather(1, orders_WU[..., None].expand_as(vectors_WUD))
+        index = orders_WU.to(vectors_WUD.device)[..., None].expand_as(vectors_WUD)
+        vectors_WUD = vectors_WUD.gather(1, index)
     prefix_UD = (vectors_WUD.sum(0) - len(vectors_WUD) * mean_D).cumsum(0)
     return float(torch.linalg.vector_norm(prefix_UD, ord=ord, dim=1).max())
 
@@ -45,13 +46,14 @@ def greedy_herding(vectors: list[Tensor]) -> list[IntArray]:
     centred = [rows - rows.mean(0) if len(rows) else rows for rows in kept]
     lengths = [(rows * rows).sum(1) for rows in centred]
     order: list[list[int]] = [[] for _ in vectors]
+    taken = [torch.zeros(len(rows), dtype=torch.bool, device=rows.device) for rows in centred]
     prefix_D = next((torch.zeros_like(rows[0]) for rows in centred if len(rows)), torch.zeros(0))
     for turn in range(max(map(len, centred), default=0)):
         for worker, rows in enumerate(centred):
             if turn < len(rows):
-                growth = lengths[worker] + 2 * rows @ prefix_D
-                best = int(growth.argmin())
+                growth = torch.nan_to_num(lengths[worker] + 2 * rows @ prefix_D)
+                best = int(growth.masked_fill(taken[worker], torch.inf).argmin())
                 prefix_D += rows[best]
-                lengths[worker][best] = torch.inf  # taken
+                taken[worker][best] = True
                 order[worker].append(best)
     return [index[np.array(chosen, dtype=np.int64)] for index, chosen in zip(finite, order, strict=True)]

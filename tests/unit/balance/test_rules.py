@@ -87,6 +87,13 @@ def test_thresholds_enter_the_signs() -> None:
     assert assert_follows_the_rule(rows, signs, 20.0 * draws) > 0.9
 
 
+@pytest.mark.parametrize("scale", [1e-90, 1e-30, 1e60])
+def test_halving_does_not_mind_the_scale(scale: float) -> None:
+    rows = randn(50, 4, dtype=torch.float64)
+    signs = [Balancer(Halving(np.random.default_rng(0))).balance(rows * factor) for factor in (1.0, scale)]
+    np.testing.assert_array_equal(signs[0], signs[1])
+
+
 def test_a_rule_may_be_made_by_hand() -> None:
     assert find_rule(lambda rng: Walk(rng, c=3.0))(np.random.default_rng(0)).c == 3.0  # type: ignore[attr-defined]
 

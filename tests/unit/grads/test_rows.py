@@ -30,6 +30,20 @@ def test_missing_gradients_are_zero_and_frozen_parameters_left_out() -> None:
     assert torch.equal(row[:20], torch.zeros(20))
 
 
+def test_sparse_gradients_are_made_dense() -> None:
+    embedding = nn.Embedding(5, 2, sparse=True)
+    embedding(torch.tensor([3])).sum().backward()
+    assert flat_grad(embedding).view(5, 2).sum(1).tolist() == [0, 0, 0, 2, 0]
+
+
+def test_per_example_rows_with_dropout() -> None:
+    net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3))
+    rows = per_example_grads(
+        net, nn.functional.cross_entropy, randn(1, 4).expand(8, 4), torch.zeros(8, dtype=torch.long)
+    )
+    assert len(torch.unique(rows, dim=0)) > 1
+
+
 def test_set_flat_grad_is_the_reverse() -> None:
     net = model()
     row = randn(sum(p.numel() for p in net.parameters()))

@@ -33,6 +33,11 @@ def test_greedy_herding_leaves_out_what_is_not_finite() -> None:
     assert_permutation(greedy_herding([rows])[0], [0, 1, 2, 3, 5, 6, 7, 8])
 
 
+def test_greedy_herding_is_a_permutation_even_where_sums_overflow() -> None:
+    rows = torch.full((7, 1), 1.8e19) * torch.tensor([[1.0], [-1], [1], [-1], [1], [-1], [0.5]])
+    assert_permutation(greedy_herding([rows])[0], range(7))
+
+
 def test_greedy_herding_with_uneven_workers() -> None:
     herded = greedy_herding([randn(5, 3), randn(4, 3, seed=1), torch.zeros(0, 0)])
     for order, length in zip(herded, (5, 4, 0), strict=True):
@@ -42,7 +47,7 @@ def test_greedy_herding_with_uneven_workers() -> None:
 def test_greedy_herding_lowers_the_bound() -> None:
     vectors = randn(2, 200, 8)
     vectors -= vectors.mean(1, keepdim=True)
-    orders = cdgrab.balance(vectors, order="greedy-herding")
+    orders = cdgrab.balance_vectors(vectors, order="greedy-herding")
     assert herding_bound(vectors, orders) < herding_bound(vectors) / 3
 
 
@@ -60,13 +65,13 @@ def test_herding_bound_falls_and_levels_as_in_the_paper(workers: int) -> None:
     vectors = unit_vectors(workers, 10**6)
     at_random = herding_bound(vectors)
     assert 200 < at_random < 600
-    falling = [herding_bound(vectors, cdgrab.balance(vectors, rounds=rounds)) for rounds in (1, 2, 3)]
+    falling = [herding_bound(vectors, cdgrab.balance_vectors(vectors, rounds=rounds)) for rounds in (1, 2, 3)]
     assert falling[0] < 0.7 * at_random
     assert falling[1] < 0.7 * falling[0]
     assert falling[2] < 0.7 * falling[1]
 
     level = {
-        order: herding_bound(vectors, cdgrab.balance(vectors, order=order, rounds=15))
+        order: herding_bound(vectors, cdgrab.balance_vectors(vectors, order=order, rounds=15))
         for order in ("cd-grab", "pair", "id-grab")
     }
     growth = np.sqrt(workers / 5)
