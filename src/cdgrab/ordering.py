@@ -30,7 +30,7 @@ from cdgrab.exchange import (
     find_exchange,
 )
 from cdgrab.exchange.collectives import own_group
-from cdgrab.hooks import Attachment
+from cdgrab.hooks import Attachment, Turn
 from cdgrab.metrics import summarise
 from cdgrab.order import Balanced, Free, Herded, find_order
 from cdgrab.progress import Progress
@@ -194,8 +194,7 @@ class Ordering:
             self._sort(rows_mLD, None if step.counts_Lm is None else step.counts_Lm.T)
         self._progress.record(step)
         self._seconds += time.perf_counter() - start
-        if self._progress.finished:
-            self._next_epoch(self._epoch + 1)
+        self._end_epoch_if_due()
 
     def attach(self, model: nn.Module, *, hook: Callable[..., Any] | None = None, hook_state: Any = None) -> None:
         """Observe the gradients of `model` from now on, at every backward pass; nothing else is to be called.
@@ -295,23 +294,28 @@ class Ordering:
             self._settle()
         return self._sorter
 
-    def _count_turn(self) -> BoolArray:
-        """Record a turn of every worker; returns whose row is a unit."""
+    def _count_turn(self) -> Turn:
+        """Record a turn of every worker."""
         turn = self._progress.turns
         workers = range(self.world.size) if self._coordinated else self.world.local_workers
         self._progress.record(self._progress.next_step(None, self._turns_per_batch))
-        return np.array([turn < self._units.num_visited(worker) for worker in workers])
+        counts_W = np.array([turn < self._units.num_visited(worker) for worker in workers])
+        return Turn(counts_W, self._progress.finished)
 
     def _observe_attached(self, row_D: Tensor | None) -> None:
         if row_D is None:
             self._count_turn()
+            self._end_epoch_if_due()
         else:
             self._observe(row_D)
 
     def _settle(self) -> None:
-        """Wait for what an attached model has handed over; the epoch may end with it."""
+        """Wait for what an attached model has handed over. No collective is started: ranks may ask at any time."""
         if self._attachment is not None:
             self._attachment.settle()
+
+    def _end_epoch_if_due(self) -> None:
+        """To be called where all ranks come by: ending an epoch takes collectives."""
         if self._progress.finished:
             self._next_epoch(self._epoch + 1)
 
@@ -486,9 +490,10 @@ class Ordering:
             self._orders = [
                 baseline(self._units.num_units(worker), self.seed, epoch, worker) for worker in self.world.local_workers
             ]
-        self._progress = Progress(self._units, epoch, self._orders)
         if self._sorter is not None:
             self._sorter.start_epoch(epoch, self._visits())
+        # Last, because whoever sees an unfinished epoch may go on with it.
+        self._progress = Progress(self._units, epoch, self._orders)
 
 
 def _length(dataset: Any) -> int:

@@ -16,7 +16,7 @@ from cdgrab.agreement import check_same
 from cdgrab.exchange import ShardedPairs
 from cdgrab.hooks import Attachment
 from cdgrab.hooks.ddp import DdpAttachment
-from cdgrab.hooks.fsdp import FsdpAttachment
+from cdgrab.hooks.fsdp import FsdpAttachment, param_groups
 from cdgrab.hooks.module import ModuleAttachment
 
 if TYPE_CHECKING:
@@ -74,10 +74,8 @@ def _attach_fsdp(ordering: Ordering, model: nn.Module) -> Attachment:
         )
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in groups:
-                if group is not None and group.mesh_info.mesh.ndim > 1:
+            for group in param_groups(module):
+                if group.mesh_info.mesh.ndim > 1:
                     raise ValueError(
                         f"{name or 'the model'} is sharded over a mesh of several dimensions; only one is known"
                     )

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cdgrab.exchange import ShardedPairs
 from cdgrab.exchange.collectives import all_gather
+from cdgrab.hooks import Turn
 from cdgrab.hooks.layout import Bucket, Layout, redistribute
 
 if TYPE_CHECKING:
@@ -109,15 +110,15 @@ class DdpAttachment:
             self._sorter = sorter
             self._stored = list(dict.fromkeys(numbers for numbers, _ in sorter.differences))
         numbers = tuple(self._number[id(parameter)] for parameter in bucket.parameters())
-        counts_W = self._ordering._count_turn() if last else None
+        turn = self._ordering._count_turn() if last else None
         if self._averaging is not None:
             # The user's hook starts collectives of its own; they must not mix with those of another thread.
             slices, rest = self._scatter(sorter, numbers, buffer)
             averaged = self._averaging(self._averaging_state, bucket)
-            self._hand_over(sorter, numbers, slices, rest, counts_W)
+            self._hand_over(sorter, numbers, slices, rest, turn)
             return averaged
         if buffer.is_cuda:
-            return self._on_stream(sorter, numbers, buffer, counts_W)
+            return self._on_stream(sorter, numbers, buffer, turn)
         future: Future[Tensor] = Future()
 
         def job() -> None:
@@ -128,13 +129,13 @@ class DdpAttachment:
                 future.set_exception(error)  # type: ignore[arg-type]
                 raise
             future.set_result(buffer)  # training goes on; the balance has time until the next step needs the store
-            self._hand_over(sorter, numbers, slices, rest, counts_W)
+            self._hand_over(sorter, numbers, slices, rest, turn)
 
         self._jobs = [job for job in self._jobs if not job.done() or job.exception()]
         self._jobs.append(self._thread.submit(job))
         return future
 
-    def _on_stream(self, sorter: ShardedPairs, numbers: Bucket, buffer: Tensor, counts_W: Any) -> Future[Tensor]:
+    def _on_stream(self, sorter: ShardedPairs, numbers: Bucket, buffer: Tensor, turn: Turn | None) -> Future[Tensor]:
         if self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
         future: Future[Tensor] = Future(devices=[buffer.device])
@@ -143,7 +144,7 @@ class DdpAttachment:
             slices, rest = self._scatter(sorter, numbers, buffer)
             self._gather_average(buffer, slices, rest)
             future.set_result(buffer)
-            self._hand_over(sorter, numbers, slices, rest, counts_W)
+            self._hand_over(sorter, numbers, slices, rest, turn)
         return future
 
     def _scatter(self, sorter: ShardedPairs, numbers: Bucket, buffer: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,19 +173,23 @@ class DdpAttachment:
         buffer[size * width :] = rest.to(torch.promote_types(rest.dtype, torch.float32)).mean(0).to(buffer.dtype)
         self._ordering._exchange.bytes_sent += buffer.element_size() * (size - 1) * width
 
-    def _hand_over(self, sorter: ShardedPairs, numbers: Bucket, slices: Tensor, rest: Tensor, counts_W: Any) -> None:
+    def _hand_over(
+        self, sorter: ShardedPairs, numbers: Bucket, slices: Tensor, rest: Tensor, turn: Turn | None
+    ) -> None:
         """Give the slices to the sorter; with the last bucket the turn ends."""
         if self._has_place(numbers):
             self._put(sorter, numbers, slices, rest)
         else:
             self._stash.append((numbers, slices, rest))
         self._turn.append(numbers)
-        if counts_W is None:
+        if turn is None:
             return
         if self._stash:
             self._move(sorter)
         self._stored, self._turn = self._turn, []
-        sorter.end_turn(counts_W)
+        sorter.end_turn(turn.counts_W)
+        if turn.ends_epoch:
+            self._ordering._end_epoch_if_due()
 
     def _has_place(self, numbers: Bucket) -> bool:
         return not self._stored or numbers in self._stored

@@ -26,8 +26,9 @@ class FsdpAttachment:
     def __init__(self, ordering: Ordering, model: nn.Module) -> None:
         self._ordering = ordering
         self._queued = False
-        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._before = [_param_group(module)._reduce_scatter_comm for module in self._modules]
+        wrapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._modules = [module for module in wrapped if param_groups(module)]  # the others have nothing to reduce
+        self._before = [param_groups(module)[0]._reduce_scatter_comm for module in self._modules]
         for number, module in enumerate(self._modules):
             # FSDP's own base class of such a thing is private; having its methods is what counts.
             comm: Any = _BalancedReduceScatter(self, number, self._before[number])
@@ -63,15 +64,17 @@ class FsdpAttachment:
     def _on_end_of_backward(self) -> None:
         self._queued = False
         sorter = self._ordering._attached_sorter()
-        counts_W = self._ordering._count_turn()
+        turn = self._ordering._count_turn()
         if isinstance(sorter, ShardedPairs):
-            sorter.end_turn(counts_W)
+            sorter.end_turn(turn.counts_W)
+        self._ordering._end_epoch_if_due()
 
 
-def _param_group(module: FSDPModule) -> Any:
-    state = module._get_fsdp_state()
+def param_groups(module: FSDPModule) -> list[Any]:
+    """The parameters a wrapped module reduces itself; none if all of them belong to modules wrapped inside it."""
+    state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return groups[0]
+    return [group for group in groups if group is not None]
 
 
 class _BalancedReduceScatter:
