@@ -118,7 +118,7 @@ class Ordering:
         self._progress = Progress(self._units, 0, self._orders)
         if self._ranks_meet:
             same = {key: value for key, value in self._config.items() if key != "rank"}
-            check_same("the ordering", {**same, "exchange": str(exchange)}, self._group)
+            check_same("the ordering", {**same, "exchange": "custom" if callable(exchange) else exchange}, self._group)
         self._exchange = self._make_exchange(exchange)
         self._sorter = self._new_sorter()
         if self._sorter is not None:
