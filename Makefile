@@ -22,6 +22,7 @@ unit: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.sorter
+	$(BIN)/python -m benchmarks.exchange
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

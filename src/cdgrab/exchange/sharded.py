@@ -107,8 +107,10 @@ class ShardedPairs:
         self.decisions.append(alone, np.zeros(len(alone), dtype=np.int8))
         if not active_W.any():
             return
-        for rows_Wc in self.differences.values():
-            rows_Wc[torch.from_numpy(~active_W)] = 0.0
+        if not active_W.all():
+            # The rows of the others stay out: their differences with padding mean nothing.
+            for rows_Wc in self.differences.values():
+                rows_Wc[torch.from_numpy(~active_W)] = 0.0
         table = sum(
             torch.cat([rows_Wc @ rows_Wc.T, (rows_Wc @ self.running_sum[piece])[:, None]], dim=1).double()
             for piece, rows_Wc in self.differences.items()

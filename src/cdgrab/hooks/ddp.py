@@ -55,12 +55,14 @@ class DdpAttachment:
         self._number = {id(p): number for number, p in enumerate(parameters)}
         self._active = True
         self._row = torch.zeros(0)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cdgrab")
+        # A new thread starts with as many threads of its own as there are cores, whatever PyTorch was told.
+        self._thread = ThreadPoolExecutor(1, "cdgrab", torch.set_num_threads, (torch.get_num_threads(),))
         self._jobs: list[Job[None]] = []
         self._stream: torch.cuda.Stream | None = None
         self._turn: list[Bucket] = []  # buckets of the turn under way
         self._stored: list[Bucket] = []  # buckets of what the sorter stores; empty before its first turn
         self._sorter: ShardedPairs | None = None
+        self._kept: dict[str, Tensor] = {}
         self._stash: list[tuple[Bucket, Tensor, Tensor]] = []  # slices that the store has no place for yet
         model.register_comm_hook(self, _order_hook)
 
@@ -156,7 +158,7 @@ class DdpAttachment:
             room = sorter.room((numbers, "slice"), width, buffer)
             slices = room if room is not None and room.dtype == buffer.dtype else None
         if slices is None:
-            slices = buffer.new_empty(size, width)
+            slices = self._scratch("slices", size * width, buffer).view(size, width)
         dist.all_to_all_single(slices.view(-1), buffer[: size * width], group=self._group)
         left_over = buffer[size * width :]
         rest = buffer.new_empty(size, left_over.numel())
@@ -168,9 +170,11 @@ class DdpAttachment:
     def _gather_average(self, buffer: Tensor, slices: Tensor, rest: Tensor) -> None:
         """What DDP wants: the mean of all workers' gradients, everywhere."""
         size, width = slices.shape
-        mean = slices.to(torch.promote_types(slices.dtype, torch.float32)).mean(0).to(buffer.dtype)
+        # The mean of half-precision numbers is taken in single precision.
+        wide = torch.promote_types(slices.dtype, torch.float32)
+        mean = torch.mean(slices, 0, dtype=wide, out=self._scratch("mean", width, buffer, wide)).to(buffer.dtype)
         all_gather(buffer[: size * width], mean, self._group)
-        buffer[size * width :] = rest.to(torch.promote_types(rest.dtype, torch.float32)).mean(0).to(buffer.dtype)
+        buffer[size * width :] = rest.mean(0, dtype=wide)
         self._ordering._exchange.bytes_sent += buffer.element_size() * (size - 1) * width
 
     def _hand_over(
@@ -180,7 +184,7 @@ class DdpAttachment:
         if self._has_place(numbers):
             self._put(sorter, numbers, slices, rest)
         else:
-            self._stash.append((numbers, slices, rest))
+            self._stash.append((numbers, slices.clone(), rest))  # the next bucket will overwrite them
         self._turn.append(numbers)
         if turn is None:
             return
@@ -190,6 +194,13 @@ class DdpAttachment:
         sorter.end_turn(turn.counts_W)
         if turn.ends_epoch:
             self._ordering._end_epoch_if_due()
+
+    def _scratch(self, what: str, numel: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Room that is kept from bucket to bucket: allocating it anew costs as much as filling it."""
+        kept = self._kept.get(what)
+        if kept is None or kept.numel() < numel or kept.dtype != (dtype or like.dtype):
+            kept = self._kept[what] = like.new_empty(numel, dtype=dtype or like.dtype)
+        return kept[:numel]
 
     def _has_place(self, numbers: Bucket) -> bool:
         return not self._stored or numbers in self._stored
