@@ -28,6 +28,8 @@ from cdgrab.exchange import ShardedPairs, Sketch
 from cdgrab.hooks.ddp import DdpAttachment
 
 STEPS = 4  # of a contender in a round: two pairs
+HUNGRY = ("authors", "gather", "server")  # some rank, or every rank, holds every gradient
+MOST_GATHERED = 4 * 10**8  # numbers that all ranks together may gather in a step
 CONTENDERS = ["all-reduce", "authors", "sharded", "gather", "server", "sketch"]
 
 
@@ -81,10 +83,15 @@ def contenders(dim: int) -> dict[str, tuple[Callable[[Tensor], None], Any]]:
         buffer.div_(dist.get_world_size())
         dist.all_reduce(buffer)
 
-    authors = Authors(dim)
     made: dict[str, tuple[Callable[[Tensor], None], Any]] = {}
-    made["all-reduce"], made["authors"] = (all_reduce, None), (authors, authors)
-    for name in CONTENDERS[2:]:
+    made["all-reduce"] = (all_reduce, None)
+    for name in CONTENDERS[1:]:
+        if name in HUNGRY and dist.get_world_size() ** 2 * dim > MOST_GATHERED:
+            continue
+        if name == "authors":
+            authors = Authors(dim)
+            made[name] = (authors, authors)
+            continue
         exchange: Any = (lambda group: Sketch(group, length=4096)) if name == "sketch" else name
         ordering = Ordering(10**6, batch_size=1, exchange=exchange)
         module = nn.Module()
@@ -131,7 +138,7 @@ def on_a_rank(rank: int, size: int, port: int, dims: list[int], rounds: int, ans
         sent = {name: 0.0 for name in made}
         for turn in range(rounds + 1):
             first = turn % len(made)
-            for name in CONTENDERS[first:] + CONTENDERS[:first]:
+            for name in [*made][first:] + [*made][:first]:
                 step, owner = made[name]
                 before = getattr(getattr(owner, "_exchange", None), "bytes_sent", 0)
                 elapsed = 0.0
@@ -147,10 +154,10 @@ def on_a_rank(rank: int, size: int, port: int, dims: list[int], rounds: int, ans
                     seconds[name].append(elapsed / STEPS)
         if rank == 0:
             ring = 2 * (size - 1) / size * dim * 4
-            extra = {"all-reduce": ring, "authors": (size - 1) * dim * 4.0}
-            for name in ("gather", "server", "sketch"):
+            sent |= {"all-reduce": ring, "authors": (size - 1) * dim * 4.0}
+            sent["server"] = 4.0 * dim  # rank 0, which counts here, only receives; this is what the others send
+            for name in {"gather", "server", "sketch"} & made.keys():
                 sent[name] += ring  # their averages come from an all-reduce beside it
-            sent |= extra
             memory = {name: held_numbers(owner, dim) for name, (_, owner) in made.items()}
             answers.put((dim, seconds, {name: value / ring for name, value in sent.items()}, memory))
         del made
@@ -172,6 +179,9 @@ def measure(size: int, dims: list[int], rounds: int) -> list[list[str]]:
     for _ in dims:
         dim, seconds, sent, memory = answers.get()
         for name in CONTENDERS:
+            if name not in memory:
+                rows.append([str(size), f"{dim:,}", name, "not run: too little memory", "", "", ""])
+                continue
             ratio = statistics.median(
                 mine / plain for mine, plain in zip(seconds[name], seconds["all-reduce"], strict=True)
             )
