@@ -39,8 +39,8 @@ def block_reversal(num_units: int, seed: int, epoch: int, worker: int) -> IntArr
 
     The units are cut once into about `sqrt(num_units)` blocks; every second epoch the blocks are visited in a fresh
     random order, each block inside in a fresh random order, and the epoch in between runs the same order backwards.
-    This is our reading of the paper's two components. It chooses blocks adaptively; here their number is the square root
-    of that of the units, which balances how many there are to permute with how much each of them averages.
+    This is our reading of the paper's two components. It chooses blocks adaptively; here their number is the square
+    root of that of the units, which balances how many there are to permute with how much each of them averages.
     """
     rng = generator(seed, epoch - epoch % 2, worker, "block")
     blocks = np.array_split(np.arange(num_units), max(1, math.isqrt(num_units)))
