@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
@@ -20,19 +21,29 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def interleaved(contenders: dict[str, Callable[[], object]], *, rounds: int = 15) -> dict[str, list[float]]:
-    """Seconds of every contender in every round; all of them run in each round, so that they share its noise."""
+    """Seconds of every contender in every round; all of them run in each round, so that they share its noise.
+
+    In a round a contender runs once untimed, because the one before leaves caches and idling threads behind, and then
+    as often as fills a twentieth of a second: what counts is a run in the middle of training.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for contender in contenders.values():
-        contender()  # warm up: compilation, allocation, caches
+    calls: dict[str, int] = {}
+    for name, contender in contenders.items():
+        contender()  # compilation, allocation
+        start = time.perf_counter()
+        contender()
+        calls[name] = max(1, math.ceil(0.05 / (time.perf_counter() - start)))
     names = list(contenders)
     for turn in range(rounds):
-        # Rotated, so that nobody always runs after the same neighbour, who leaves caches and threads as it likes.
+        # Rotated, so that nobody always runs after the same neighbour.
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             contender = contenders[name]
-            start = time.perf_counter()
             contender()
-            seconds[name].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                contender()
+            seconds[name].append((time.perf_counter() - start) / calls[name])
     return seconds
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,10 @@ from cdgrab.order.fill import SignArray
 
 # Signs of this many rows are decided in plain Python before the rest of the table is brought up to date at once.
 _CHUNK = 8
+
+# On a CPU: rows up to this length go through a table, and rows from that one on occupy all cores.
+_TABLE_PAYS = 1 << 11
+_ALL_CORES = 1 << 15
 
 
 def block_signs(gram_KK: FloatArray, dots_K: FloatArray, thresholds_K: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -117,7 +122,9 @@ class Balancer:
             return self._balance_blocks(rows_KD if minus_KD is None else rows_KD - minus_KD)
         if compiled.available():
             return self._balance_compiled(rows_KD, minus_KD)
-        return self._balance_blocks(rows_KD) if minus_KD is None else self._balance_long(rows_KD, minus_KD)
+        if minus_KD is None and rows_KD.shape[1] <= _TABLE_PAYS:
+            return self._balance_blocks(rows_KD)
+        return self._balance_rows(rows_KD, minus_KD)
 
     def _balance_blocks(self, rows_KD: Tensor) -> SignArray:
         blocks = [self._balance_table(block_KD) for block_KD in rows_KD.split(block_size(rows_KD.shape[1]))]
@@ -126,7 +133,7 @@ class Balancer:
     def _scratch(self, num_rows: int, like: Tensor) -> Tensor:
         """Room for a few rows, kept because allocating it anew costs more than filling it."""
         if self.scratch.shape != (num_rows, like.shape[1]):
-            self.scratch = like.new_empty(num_rows, like.shape[1])
+            self.scratch = like.new_zeros(num_rows, like.shape[1])
         return self.scratch
 
     def _balance_table(self, rows_KD: Tensor) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -149,21 +156,30 @@ class Balancer:
         table = table_KK1.to("cpu", torch.float64).numpy()
         return table[:, :-1], table[:, -1]
 
-    def _balance_long(self, rows_KD: Tensor, minus_KD: Tensor) -> SignArray:
-        """Row by row: on a CPU a Gram matrix of long rows costs more than it saves."""
-        row_D = self._scratch(1, rows_KD)[0]
-        signs_K, s_K, lengths_K = np.empty((3, len(rows_KD)))
+    def _balance_rows(self, rows_KD: Tensor, minus_KD: Tensor | None) -> SignArray:
+        """Row by row: on a CPU a Gram matrix of long rows costs more than it saves.
+
+        NumPy's calls cost less than PyTorch's, PyTorch's use all cores; hence one for rows up to a certain length and
+        the other beyond.
+        """
+        threads = rows_KD.shape[1] >= _ALL_CORES
+        r_D = self.running_sum if threads else self.running_sum.numpy()
+        row_D = self._scratch(1, rows_KD)[0] if threads else self._scratch(1, rows_KD)[0].numpy()
+        rows = rows_KD if threads else rows_KD.numpy()
+        minus = minus_KD if threads or minus_KD is None else minus_KD.numpy()
+        module: Any = torch if threads else np
+        signs_K, s_K, lengths_K = np.empty((3, len(rows)))
         thresholds_K = self.rule.thresholds(
-            len(rows_KD), lambda: compiled.lengths(rows_KD.numpy(), minus_KD.numpy())
+            len(rows), lambda: compiled.lengths(rows_KD.numpy(), None if minus_KD is None else minus_KD.numpy())
         ).tolist()
-        for k, (first_D, second_D) in enumerate(zip(rows_KD, minus_KD, strict=True)):
-            torch.sub(first_D, second_D, out=row_D)
-            lengths_K[k] = length = torch.dot(row_D, row_D).item()
-            s_K[k] = s = torch.dot(row_D, self.running_sum).item()
-            sign = 1 if not length < math.inf or s <= thresholds_K[k] else -1
-            if length < math.inf:
-                self.running_sum.add_(row_D, alpha=sign)
-            signs_K[k] = sign
+        with np.errstate(all="ignore"):
+            for k in range(len(rows)):
+                d_D = rows[k] if minus is None else module.subtract(rows[k], minus[k], out=row_D)
+                lengths_K[k] = length = module.dot(d_D, d_D).item()
+                s_K[k] = s = module.dot(d_D, r_D).item()
+                signs_K[k] = sign = 1 if not length < math.inf or s <= thresholds_K[k] else -1
+                if length < math.inf:
+                    (module.add if sign == 1 else module.subtract)(r_D, d_D, out=r_D)
         return self._counted(signs_K, s_K, lengths_K)
 
     def _balance_compiled(self, rows_KD: Tensor, minus_KD: Tensor | None) -> SignArray:

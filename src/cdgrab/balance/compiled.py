@@ -41,7 +41,7 @@ def row_signs(
     """Decide the signs of the `K` rows `rows - minus` and add the signed rows to `running_sum_D`, in place.
 
     All arrays are contiguous. Without `minus_KD` one core does the work; with it, which is meant for long rows, as many
-    as PyTorch is set to use, and `scratch_2D` is overwritten.
+    as PyTorch is set to use, and `scratch_2D`, which must hold finite numbers, is overwritten with such.
 
     Returns:
         Signs, the inner products they were decided on, and squared lengths. A row whose squared length is not
@@ -92,20 +92,26 @@ def _difference_kernel(parallel: bool) -> Callable[..., None]:
 
     @numba.njit(parallel=parallel, nogil=True, fastmath=_REORDER)
     def kernel(rows, minus, scratch, running_sum, thresholds, signs, products, lengths):  # type: ignore[no-untyped-def]
-        """Two rows at a time, from their own small table: memory is what limits long rows, and this spares it."""
+        """Two rows at a time, from their own small table, added while the next two are read.
+
+        Memory is what limits long rows, and this spares it. `scratch` holds finite numbers before and after.
+        """
         zero, one = running_sum.dtype.type(0), running_sum.dtype.type(1)
         dim, last = rows.shape[1], rows.shape[0] - 1
+        sign = sign_other = zero  # nothing to be added yet
         for k in range(0, last + 1, 2):
             # A row without a partner is paired with nothing: itself times zero.
             other, factor = (k + 1, one) if k < last else (k, zero)
             s = s_other = b2 = b2_other = gram = zero
             for i in span(dim):
+                r = running_sum[i] + sign * scratch[0, i] + sign_other * scratch[1, i]
                 x = rows[k, i] - minus[k, i]
                 y = factor * (rows[other, i] - minus[other, i])
+                running_sum[i] = r
                 scratch[0, i] = x
                 scratch[1, i] = y
-                s += running_sum[i] * x
-                s_other += running_sum[i] * y
+                s += r * x
+                s_other += r * y
                 b2 += x * x
                 b2_other += y * y
                 gram += x * y
@@ -120,10 +126,10 @@ def _difference_kernel(parallel: bool) -> Callable[..., None]:
                 sign_other = one if s_other <= thresholds[other] else -one
             else:
                 scratch[1, :] = zero
-            for i in span(dim):
-                running_sum[i] += sign * scratch[0, i] + sign_other * scratch[1, i]
             products[other], lengths[other], signs[other] = s_other, b2_other, sign_other
             products[k], lengths[k], signs[k] = s, b2, sign
+        for i in span(dim):
+            running_sum[i] += sign * scratch[0, i] + sign_other * scratch[1, i]
 
     return kernel
 
