@@ -76,7 +76,7 @@ class Authors:
         self.held = None
 
 
-def contenders(dim: int) -> dict[str, tuple[Callable[[Tensor], None], Any]]:
+def contenders(dim: int, names: list[str]) -> dict[str, tuple[Callable[[Tensor], None], Any]]:
     """What each of them does with a local gradient, and what remembers its bytes and memory."""
 
     def all_reduce(buffer: Tensor) -> None:
@@ -85,7 +85,9 @@ def contenders(dim: int) -> dict[str, tuple[Callable[[Tensor], None], Any]]:
 
     made: dict[str, tuple[Callable[[Tensor], None], Any]] = {}
     made["all-reduce"] = (all_reduce, None)
-    for name in CONTENDERS[1:]:
+    for name in names:
+        if name == "all-reduce":
+            continue
         if name in HUNGRY and dist.get_world_size() ** 2 * dim > MOST_GATHERED:
             continue
         if name == "authors":
@@ -125,13 +127,13 @@ def held_numbers(owner: Any, dim: int) -> float:
     return sum(part.numel() for part in parts) / dim
 
 
-def on_a_rank(rank: int, size: int, port: int, dims: list[int], rounds: int, answers: Any) -> None:
+def on_a_rank(rank: int, size: int, port: int, dims: list[int], names: list[str], rounds: int, answers: Any) -> None:
     """Measure everything on one rank; rank 0 reports."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size)
     for dim in dims:
-        made = contenders(dim)
+        made = contenders(dim, names)
         gradient = torch.randn(dim, generator=torch.Generator().manual_seed(rank))
         buffer = torch.empty(dim)
         seconds: dict[str, list[float]] = {name: [] for name in made}
@@ -165,20 +167,20 @@ def on_a_rank(rank: int, size: int, port: int, dims: list[int], rounds: int, ans
     dist.destroy_process_group()
 
 
-def measure(size: int, dims: list[int], rounds: int) -> list[list[str]]:
+def measure(size: int, dims: list[int], names: list[str], rounds: int) -> list[list[str]]:
     """Rows of the table for `size` ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     answers = context.Queue()
-    ranks = [context.Process(target=on_a_rank, args=(r, size, port, dims, rounds, answers)) for r in range(size)]
+    ranks = [context.Process(target=on_a_rank, args=(r, size, port, dims, names, rounds, answers)) for r in range(size)]
     for process in ranks:
         process.start()
     rows = []
     for _ in dims:
         dim, seconds, sent, memory = answers.get()
-        for name in CONTENDERS:
+        for name in names:
             if name not in memory:
                 rows.append([str(size), f"{dim:,}", name, "not run: too little memory", "", "", ""])
                 continue
@@ -196,7 +198,7 @@ def measure(size: int, dims: list[int], rounds: int) -> list[list[str]]:
                     f"{memory[name]:.2f}",
                 ]
             )
-        print("\n".join(" ".join(row) for row in rows[-len(CONTENDERS) :]), flush=True)
+        print("\n".join(" ".join(row) for row in rows[-len(names) :]), flush=True)
     for process in ranks:
         process.join()
     return rows
@@ -207,9 +209,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--dims", type=int, nargs="+", default=[62_006, 2_200_000, 8_000_000])
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
-    rows = [row for size in options.ranks for row in measure(size, options.dims, options.rounds)]
+    rows = [row for size in options.ranks for row in measure(size, options.dims, options.contenders, options.rounds)]
     header = ["ranks", "parameters", "exchange", "ms per step", "vs all-reduce", "bytes sent", "numbers kept / dim"]
     body = (
         f"Milliseconds per step (median of {options.rounds} rounds of {STEPS} steps, ratios within a round) "

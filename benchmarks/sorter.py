@@ -181,9 +181,9 @@ def main() -> None:
             "",
             report.table(header, rows),
             "",
-            "`plain` from 32,768 numbers on is the loop plus one more pass, for the length of each difference: it guards",
-            "the running sum against rows that are not finite and gives the `imbalance` metric, neither of which the",
-            "loop has. With `fast` that pass costs nothing.",
+            "`plain` from 32,768 numbers on is the loop plus one more pass, for the length of every difference. It",
+            "guards the running sum against rows that are not finite, and gives the `imbalance` metric; the loop has",
+            "neither. With `fast` that pass costs nothing.",
             "",
             memory_growth(),
         ]

@@ -1,7 +1,8 @@
 """The paper's loop compiled for the CPU, when numba is installed (`pip install "cdgrab[fast]"`).
 
-On a CPU the loop itself, free of the interpreter, beats any table: a row is read while it is still in cache, and no
-Gram matrix is formed. Without numba `blocked.py` gives the same signs up to rounding, more slowly. numba is imported
+Where one process has whole rows, the loop itself, free of the interpreter, beats any table on a CPU: a row is read
+while it is still in cache, and no Gram matrix is formed. Slices of rows need the table, and it can be had in one pass
+over memory. Without numba `blocked.py` gives the same signs up to rounding, more slowly. numba is imported
 at first use, never by `import cdgrab`.
 """
 
@@ -130,6 +131,70 @@ def _difference_kernel(parallel: bool) -> Callable[..., None]:
             products[k], lengths[k], signs[k] = s, b2, sign
         for i in span(dim):
             running_sum[i] += sign * scratch[0, i] + sign_other * scratch[1, i]
+
+    return kernel
+
+
+def difference_table(first_KD: Array, second_KD: Array, running_sum_D: Array) -> FloatArray:
+    """Put `first - second` in the place of `first`; the inner products of these rows with each other and with `r`.
+
+    One pass over memory on one core: a stretch of columns is subtracted and multiplied while it is in cache.
+
+    Returns:
+        `K x (K + 1)`: the Gram matrix, and in the last column the inner products with the running sum.
+    """
+    table_KK1 = np.zeros((len(first_KD), len(first_KD) + 1))
+    with np.errstate(all="ignore"):
+        _table_kernel()(first_KD, second_KD, running_sum_D, table_KK1)
+    return table_KK1
+
+
+@functools.cache
+def _table_kernel() -> Callable[..., None]:
+    import numba
+
+    @numba.njit(nogil=True, fastmath=_REORDER)
+    def kernel(first, second, running_sum, table):  # type: ignore[no-untyped-def]
+        zero = running_sum.dtype.type(0)
+        num_rows, dim = first.shape
+        for start in range(0, dim, 2048):
+            stop = min(dim, start + 2048)
+            for k in range(num_rows):
+                mine, theirs = first[k, start:stop], second[k, start:stop]
+                for i in range(stop - start):
+                    mine[i] -= theirs[i]
+            r = running_sum[start:stop]
+            # Two rows against two at a time, so that what has been loaded is used twice. With an odd number of rows
+            # the last stands for its missing partner too: its products are then found, and written, twice.
+            for k in range(0, num_rows, 2):
+                k_next = min(k + 1, num_rows - 1)
+                x, x_next = first[k, start:stop], first[k_next, start:stop]
+                s = s_next = zero
+                for i in range(stop - start):
+                    s += x[i] * r[i]
+                    s_next += x_next[i] * r[i]
+                table[k, num_rows] += s
+                if k_next > k:
+                    table[k_next, num_rows] += s_next
+                for j in range(0, k + 1, 2):
+                    j_next = min(j + 1, num_rows - 1)
+                    y, y_next = first[j, start:stop], first[j_next, start:stop]
+                    a = b = c = d = zero
+                    for i in range(stop - start):
+                        a += x[i] * y[i]
+                        b += x[i] * y_next[i]
+                        c += x_next[i] * y[i]
+                        d += x_next[i] * y_next[i]
+                    table[k, j] += a
+                    if j_next > j:
+                        table[k, j_next] += b
+                    if k_next > k:
+                        table[k_next, j] += c
+                        if j_next > j:
+                            table[k_next, j_next] += d
+        for k in range(num_rows):
+            for j in range(k):
+                table[j, k] = table[k, j]
 
     return kernel
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cdgrab.balance.blocked import Tally, block_signs
 from cdgrab.balance.rules import Rule
+from cdgrab.balance.tables import difference_table
 from cdgrab.decisions import Decided, Decisions
 from cdgrab.exchange.base import BoolArray
 from cdgrab.exchange.gather import Gather
@@ -70,6 +71,7 @@ class ShardedPairs:
         self.running_sum: dict[Any, Tensor] = {}  # piece -> c
         self._second = False  # whether the turn under way is the second of its pair
         self._paired_W = np.zeros(num_workers, dtype=bool)  # whose first row counted
+        self._parts: list[Tensor] = []  # tables of the pieces that have come
         self._table: tuple[dist.Work | None, Tensor, BoolArray] | None = None
         self.decisions = Decisions()
 
@@ -90,7 +92,7 @@ class ShardedPairs:
         """Take a piece of this turn. Slices that are already in the room given for them are not copied."""
         room = self.room(piece, slices_Wc.shape[1], slices_Wc)
         if room is None:
-            self.differences[piece].sub_(slices_Wc)
+            self._parts.append(difference_table(self.differences[piece], slices_Wc, self.running_sum[piece]))
         elif room.data_ptr() != slices_Wc.data_ptr():
             room.copy_(slices_Wc)
 
@@ -101,21 +103,13 @@ class ShardedPairs:
             self._second = True
             return
         self._second = False
+        parts, self._parts = self._parts, []
         active_W = counts_W & self._paired_W
         alone = np.flatnonzero(counts_W ^ self._paired_W)  # the other half of the pair is no unit
-        self.resolve()
         self.decisions.append(alone, np.zeros(len(alone), dtype=np.int8))
         if not active_W.any():
             return
-        if not active_W.all():
-            # The rows of the others stay out: their differences with padding mean nothing.
-            for rows_Wc in self.differences.values():
-                rows_Wc[torch.from_numpy(~active_W)] = 0.0
-        table = sum(
-            torch.cat([rows_Wc @ rows_Wc.T, (rows_Wc @ self.running_sum[piece])[:, None]], dim=1).double()
-            for piece, rows_Wc in self.differences.items()
-        )
-        assert isinstance(table, Tensor)
+        table = torch.stack(parts).sum(0)
         work = dist.all_reduce(table, group=self._group, async_op=True) if self._num_workers > 1 else None
         self._table = (work, table, active_W)
 
@@ -135,9 +129,6 @@ class ShardedPairs:
         thresholds_K = self._rule.thresholds(len(index), lambda: np.where(finite_K, lengths_K, 0.0))
         if not finite_K.all():
             # As in the balancer: such a row gets a plus and leaves no trace.
-            bad = index[~finite_K]
-            for rows_Wc in self.differences.values():
-                rows_Wc[torch.from_numpy(bad)] = 0.0
             gram_KK = np.where(finite_K[:, None] & finite_K, gram_KK, 0.0)
             dots_K, lengths_K = np.where(finite_K, dots_K, 0.0), np.where(finite_K, lengths_K, 0.0)
             thresholds_K = np.where(finite_K, thresholds_K, np.inf)
@@ -145,8 +136,11 @@ class ShardedPairs:
         self._tally.add(signs_K, s_K, lengths_K)
         self._tally.nonfinite += len(finite_K) - int(finite_K.sum())
         signs_W = np.zeros(self._num_workers)
-        signs_W[index] = signs_K
+        signs_W[index[finite_K]] = signs_K[finite_K]
+        left_out = torch.from_numpy(np.flatnonzero(signs_W == 0))
         for piece, rows_Wc in self.differences.items():
+            if len(left_out):
+                rows_Wc[left_out.to(rows_Wc.device)] = 0.0  # zero times something that is not finite is not zero
             self.running_sum[piece].addmv_(rows_Wc.T, torch.from_numpy(signs_W).to(rows_Wc))
         self.decisions.append_pairs(index, signs_K.astype(np.int8))
 
@@ -154,6 +148,7 @@ class ShardedPairs:
 
     def start_epoch(self, epoch: int, visits: IntArray) -> None:
         self._table = None
+        self._parts = []
         self._second = False
         self.decisions = Decisions()
         self._tally = Tally()
@@ -189,6 +184,7 @@ class ShardedPairs:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._table = None
+        self._parts = []
         self._second = state["second"]
         self._paired_W = state["paired"].cpu().numpy().copy()
         self.differences = {piece: rows.clone() for piece, rows in state["differences"].items()}

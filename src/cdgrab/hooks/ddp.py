@@ -21,7 +21,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from cdgrab.exchange import ShardedPairs
-from cdgrab.exchange.collectives import all_gather
+from cdgrab.exchange.collectives import all_gather, start_all_gather
 from cdgrab.hooks import Turn
 from cdgrab.hooks.layout import Bucket, Layout, redistribute
 
@@ -117,7 +117,8 @@ class DdpAttachment:
             # The user's hook starts collectives of its own; they must not mix with those of another thread.
             slices, rest = self._scatter(sorter, numbers, buffer)
             averaged = self._averaging(self._averaging_state, bucket)
-            self._hand_over(sorter, numbers, slices, rest, turn)
+            self._hand_over(sorter, numbers, slices, rest)
+            self._end_turn(sorter, turn)
             return averaged
         if buffer.is_cuda:
             return self._on_stream(sorter, numbers, buffer, turn)
@@ -125,13 +126,12 @@ class DdpAttachment:
 
         def job() -> None:
             try:
-                slices, rest = self._scatter(sorter, numbers, buffer)
-                self._gather_average(buffer, slices, rest)
+                self._exchange(sorter, numbers, buffer)
             except BaseException as error:
                 future.set_exception(error)  # type: ignore[arg-type]
                 raise
-            future.set_result(buffer)  # training goes on; the balance has time until the next step needs the store
-            self._hand_over(sorter, numbers, slices, rest, turn)
+            future.set_result(buffer)  # training goes on; the signs have time until the next step needs the store
+            self._end_turn(sorter, turn)
 
         self._jobs = [job for job in self._jobs if not job.done() or job.exception()]
         self._jobs.append(self._thread.submit(job))
@@ -143,11 +143,17 @@ class DdpAttachment:
         future: Future[Tensor] = Future(devices=[buffer.device])
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(self._stream):
-            slices, rest = self._scatter(sorter, numbers, buffer)
-            self._gather_average(buffer, slices, rest)
+            self._exchange(sorter, numbers, buffer)
             future.set_result(buffer)
-            self._hand_over(sorter, numbers, slices, rest, turn)
+            self._end_turn(sorter, turn)
         return future
+
+    def _exchange(self, sorter: ShardedPairs, numbers: Bucket, buffer: Tensor) -> None:
+        """Average the bucket; its slices are balanced while the averages are under way."""
+        slices, rest = self._scatter(sorter, numbers, buffer)
+        finish = self._gather_average(buffer, slices, rest)
+        self._hand_over(sorter, numbers, slices, rest)
+        finish()
 
     def _scatter(self, sorter: ShardedPairs, numbers: Bucket, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """Every worker's slice of this rank's coordinates, and every worker's left-over numbers."""
@@ -167,25 +173,27 @@ class DdpAttachment:
         self._ordering._exchange.bytes_sent += buffer.element_size() * (size - 1) * (width + left_over.numel())
         return slices, rest
 
-    def _gather_average(self, buffer: Tensor, slices: Tensor, rest: Tensor) -> None:
-        """What DDP wants: the mean of all workers' gradients, everywhere."""
+    def _gather_average(self, buffer: Tensor, slices: Tensor, rest: Tensor) -> Callable[[], None]:
+        """What DDP wants: the mean of all workers' gradients, everywhere; there once what is returned was called."""
         size, width = slices.shape
         # The mean of half-precision numbers is taken in single precision.
         wide = torch.promote_types(slices.dtype, torch.float32)
         mean = torch.mean(slices, 0, dtype=wide, out=self._scratch("mean", width, buffer, wide)).to(buffer.dtype)
-        all_gather(buffer[: size * width], mean, self._group)
+        finish = start_all_gather(buffer[: size * width], mean, self._group)
         buffer[size * width :] = rest.mean(0, dtype=wide)
         self._ordering._exchange.bytes_sent += buffer.element_size() * (size - 1) * width
+        return finish
 
-    def _hand_over(
-        self, sorter: ShardedPairs, numbers: Bucket, slices: Tensor, rest: Tensor, turn: Turn | None
-    ) -> None:
-        """Give the slices to the sorter; with the last bucket the turn ends."""
+    def _hand_over(self, sorter: ShardedPairs, numbers: Bucket, slices: Tensor, rest: Tensor) -> None:
+        """Give the slices to the sorter."""
         if self._has_place(numbers):
             self._put(sorter, numbers, slices, rest)
         else:
             self._stash.append((numbers, slices.clone(), rest))  # the next bucket will overwrite them
         self._turn.append(numbers)
+
+    def _end_turn(self, sorter: ShardedPairs, turn: Turn | None) -> None:
+        """With the last bucket the turn ends."""
         if turn is None:
             return
         if self._stash:
