@@ -9,20 +9,18 @@ gradient to the averaged one, balancing included; a pair comes every second step
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import report
+from benchmarks.ranks import launch
 from cdgrab import Ordering
 from cdgrab.exchange import ShardedPairs, Sketch
 from cdgrab.hooks.ddp import DdpAttachment
@@ -127,11 +125,9 @@ def held_numbers(owner: Any, dim: int) -> float:
     return sum(part.numel() for part in parts) / dim
 
 
-def on_a_rank(rank: int, size: int, port: int, dims: list[int], names: list[str], rounds: int, answers: Any) -> None:
-    """Measure everything on one rank; rank 0 reports."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+def on_a_rank(dims: list[int], names: list[str], rounds: int) -> Iterator[tuple[int, Any, Any, Any]]:
+    """Seconds, bytes and memory of every contender."""
+    rank, size = dist.get_rank(), dist.get_world_size()
     for dim in dims:
         made = contenders(dim, names)
         gradient = torch.randn(dim, generator=torch.Generator().manual_seed(rank))
@@ -161,25 +157,14 @@ def on_a_rank(rank: int, size: int, port: int, dims: list[int], names: list[str]
             for name in {"gather", "server", "sketch"} & made.keys():
                 sent[name] += ring  # their averages come from an all-reduce beside it
             memory = {name: held_numbers(owner, dim) for name, (_, owner) in made.items()}
-            answers.put((dim, seconds, {name: value / ring for name, value in sent.items()}, memory))
+            yield dim, seconds, {name: value / ring for name, value in sent.items()}, memory
         del made
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def measure(size: int, dims: list[int], names: list[str], rounds: int) -> list[list[str]]:
     """Rows of the table for `size` ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    answers = context.Queue()
-    ranks = [context.Process(target=on_a_rank, args=(r, size, port, dims, names, rounds, answers)) for r in range(size)]
-    for process in ranks:
-        process.start()
     rows = []
-    for _ in dims:
-        dim, seconds, sent, memory = answers.get()
+    for dim, seconds, sent, memory in launch(on_a_rank, size, dims, names, rounds):
         for name in names:
             if name not in memory:
                 rows.append([str(size), f"{dim:,}", name, "not run: too little memory", "", "", ""])
@@ -199,8 +184,6 @@ def measure(size: int, dims: list[int], names: list[str], rounds: int) -> list[l
                 ]
             )
         print("\n".join(" ".join(row) for row in rows[-len(names) :]), flush=True)
-    for process in ranks:
-        process.join()
     return rows
 
 

@@ -7,30 +7,43 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cdgrab.order.fill import SignArray, next_order, pair_signs
 from cdgrab.units import IntArray
 
 Decided = tuple[IntArray, SignArray]
 
+_MANY = 1024  # tensors on a device that are joined, so that an epoch does not leave thousands of tiny ones
+
 
 class Decisions:
-    """Workers and signs of units, for each worker in the order in which it visited them."""
+    """Workers and signs of units, for each worker in the order in which it visited them.
+
+    Signs may be given as a tensor on a GPU. They stay there until somebody wants to know.
+    """
 
     def __init__(self) -> None:
         self._parts: list[Decided] = []
+        self._late: list[tuple[IntArray, Tensor, bool]] = []  # later than all parts; whether a sign is a pair's
 
-    def append(self, workers_N: IntArray, signs_N: SignArray) -> None:
-        self._parts.append((workers_N, signs_N))
+    def append(self, workers_N: IntArray, signs_N: SignArray | Tensor) -> None:
+        self._append(workers_N, signs_N, paired=False)
+
+    def append_pairs(self, workers_N: IntArray, signs_N: SignArray | Tensor) -> None:
+        """One sign per pair: the first unit carries it, the second its opposite."""
+        self._append(workers_N, signs_N, paired=True)
 
     def joined(self) -> Decided:
         """Everything decided so far."""
+        self._fetch()
         workers = np.concatenate([part[0] for part in self._parts] or [np.zeros(0, dtype=np.int64)])
         signs = np.concatenate([part[1] for part in self._parts] or [np.zeros(0, dtype=np.int8)])
         self._parts = [(workers, signs)]
         return workers, signs
 
     def replace(self, decided: Decided) -> None:
+        self._late = []
         self._parts = [decided]
 
     def digest(self) -> int:
@@ -38,9 +51,28 @@ class Decisions:
         workers, signs = self.joined()
         return zlib.crc32(signs.tobytes(), zlib.crc32(workers.tobytes()))
 
-    def append_pairs(self, workers_N: IntArray, signs_N: SignArray) -> None:
-        """One sign per pair: the first unit carries it, the second its opposite."""
-        self.append(np.repeat(workers_N, 2), pair_signs(signs_N))
+    def _append(self, workers_N: IntArray, signs_N: SignArray | Tensor, *, paired: bool) -> None:
+        if isinstance(signs_N, Tensor) and signs_N.device.type != "cpu":
+            self._late.append((workers_N, signs_N, paired))
+            if len(self._late) > _MANY:
+                workers, signs, kinds = zip(*self._late, strict=True)
+                if len(set(kinds)) == 1:
+                    self._late = [(np.concatenate(workers), torch.cat(signs), paired)]
+            return
+        if len(workers_N) == 0:
+            return
+        self._fetch()
+        signs_N = signs_N.to(torch.int8).numpy() if isinstance(signs_N, Tensor) else signs_N
+        self._parts.append((np.repeat(workers_N, 2), pair_signs(signs_N)) if paired else (workers_N, signs_N))
+
+    def _fetch(self) -> None:
+        """Bring over what is still on a device, in one transfer."""
+        if not self._late:
+            return
+        late, self._late = self._late, []
+        signs = torch.cat([signs for _, signs, _ in late]).to(torch.int8).cpu()
+        for (workers, _, paired), mine in zip(late, signs.split([len(workers) for workers, _, _ in late]), strict=True):
+            self._append(workers, mine, paired=paired)
 
     def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray) -> IntArray:
         """The next order of a worker. Units whose sign was not decided stay in the middle."""
@@ -55,4 +87,5 @@ class Decisions:
         return {"workers": torch.from_numpy(workers.copy()), "signs": torch.from_numpy(signs.copy())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._late = []
         self._parts = [(state["workers"].cpu().numpy().copy(), state["signs"].cpu().numpy().copy())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from cdgrab.balance.blocked import Tally
+from cdgrab.balance.tally import Tally
 
 
 def summarise(

@@ -6,7 +6,8 @@ import logging
 import operator
 import time
 import zlib
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -180,7 +181,11 @@ class Ordering:
         self._observe(rows, units)
 
     def _observe(self, rows: Tensor, units: Tensor | None = None) -> None:
-        start = time.perf_counter()
+        with self._timed():
+            self._take(rows, units)
+        self._end_epoch_if_due()
+
+    def _take(self, rows: Tensor, units: Tensor | None) -> None:
         rows_ND = self._check_rows(rows)
         if units is None:
             step = self._progress.next_step(len(rows_ND) if self._sorter is not None else None, self._turns_per_batch)
@@ -193,8 +198,6 @@ class Ordering:
             rows_mLD = rows_ND.view(-1, step.turns, rows_ND.shape[1]).transpose(0, 1)
             self._sort(rows_mLD, None if step.counts_Lm is None else step.counts_Lm.T)
         self._progress.record(step)
-        self._seconds += time.perf_counter() - start
-        self._end_epoch_if_due()
 
     def attach(self, model: nn.Module, *, hook: Callable[..., Any] | None = None, hook_state: Any = None) -> None:
         """Observe the gradients of `model` from now on, at every backward pass; nothing else is to be called.
@@ -242,7 +245,8 @@ class Ordering:
         `imbalance` is the longest running sum of the epoch over `sqrt(sum ||row||^2)`: random signs give about 1, good
         balancing far less. `flipped` is the share of rows with a minus, `nonfinite` counts those left out
         (a row is a pair's difference, or with MeanBalance one gradient),
-        `unobserved` units whose gradient never came, `seconds` and `bytes` are what this rank spent on ordering.
+        `unobserved` units whose gradient never came. `seconds` is what this process spent on ordering, beside what
+        averaging takes anyway; on a GPU, what it took to hand the work over. `bytes` is what this rank sent.
         """
         self._settle()
         return dict(self._last_metrics)
@@ -308,6 +312,15 @@ class Ordering:
             self._end_epoch_if_due()
         else:
             self._observe(row_D)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """What is done in here counts as time spent on ordering."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds += time.perf_counter() - start
 
     def _settle(self) -> None:
         """Wait for what an attached model has handed over. No collective is started: ranks may ask at any time."""

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdgrab.balance.blocked import Balancer, Tally
+from cdgrab.balance.balancer import Balancer, Signs
 from cdgrab.balance.rules import RuleMaker
+from cdgrab.balance.tally import Tally
 from cdgrab.decisions import Decisions
 from cdgrab.grads.centring import CENTRINGS
 from cdgrab.order import Balanced, Herded
@@ -102,6 +103,10 @@ class SignSorter:
         if rows_bWD.shape[2] >= _LONG_ROW and self._block is None:
             self._flush()
             for rows, minus in self._centring.add(rows_bWD):
+                if len(self._balancers) == 1:
+                    workers = np.tile(self._workers, rows.shape[0])
+                    self._append(workers, self._balancers[0].balance_turns(rows, minus))
+                    continue
                 for turn in range(rows.shape[0]):
                     self._decide(rows[turn], minus[turn], self._workers)
             return
@@ -131,7 +136,7 @@ class SignSorter:
         return self.decisions.arrange(worker, visited_N, unvisited_M)
 
     def tallies(self) -> list[Tally]:
-        return [balancer.tally for balancer in self._balancers]
+        return [balancer.tally.settled() for balancer in self._balancers]
 
     def _flush(self) -> None:
         """Balance the rows that wait."""
@@ -141,19 +146,26 @@ class SignSorter:
 
     def _balance(self, rows_bWD: Tensor) -> None:
         for rows, minus in self._centring.add(rows_bWD):
+            if rows.is_cuda and len(self._balancers) == 1:
+                workers = np.tile(self._workers, rows.shape[0])
+                self._append(workers, self._balancers[0].balance_turns(rows, minus))
+                continue
             self._decide((rows - minus).flatten(0, 1), None, np.tile(self._workers, rows.shape[0]))
 
     def _decide(self, rows_ND: Tensor, minus_ND: Tensor | None, workers_N: IntArray) -> None:
         """Balance the rows `rows - minus`, each with its own worker's running sum or all with the one."""
         if len(self._balancers) == 1:
-            signs_N = self._balancers[0].balance(rows_ND, minus_ND)
+            signs_N: Signs = self._balancers[0].balance(rows_ND, minus_ND)
         else:
             signs_N = np.empty(len(workers_N), dtype=np.int8)
             for worker in np.unique(workers_N):
                 mine_N = workers_N == worker
                 index = torch.from_numpy(mine_N).to(rows_ND.device)
                 minus = None if minus_ND is None else minus_ND[index]
-                signs_N[mine_N] = self._balancers[worker].balance(rows_ND[index], minus)
+                signs_N[mine_N] = torch.as_tensor(self._balancers[worker].balance(rows_ND[index], minus)).cpu().numpy()
+        self._append(workers_N, signs_N)
+
+    def _append(self, workers_N: IntArray, signs_N: Signs) -> None:
         if self._centring.units_per_row == 2:
             self.decisions.append_pairs(workers_N, signs_N)
         else:
@@ -175,7 +187,7 @@ class SignSorter:
             "waiting": self._waiting_TWD[: self._num_waiting].clone(),
             "decisions": self.decisions.state_dict(),
             "running_sums": [balancer.running_sum.clone() for balancer in self._balancers],
-            "tallies": [asdict(balancer.tally) for balancer in self._balancers],
+            "tallies": [asdict(balancer.tally.settled()) for balancer in self._balancers],
             "rules": [balancer.rule.state_dict() for balancer in self._balancers],
         }
 

@@ -52,3 +52,19 @@ def test_vectors_on_a_gpu() -> None:
     orders = cdgrab.balance_vectors(vectors.cuda(), rounds=3)
     assert torch.equal(orders.cpu(), cdgrab.balance_vectors(vectors, rounds=3))
     assert cdgrab.herding_bound(vectors.cuda(), orders) == pytest.approx(cdgrab.herding_bound(vectors, orders))
+
+
+@pytest.mark.parametrize("dim", [40, 40_000])
+@pytest.mark.parametrize("order", ["cd-grab", "grab"])
+def test_nothing_waits_for_the_device(dim: int, order: str) -> None:
+    vectors = randn(64, dim).cuda()
+    ordering = Ordering(64, batch_size=4, unit_size=1, order=order, world=World.simulated(4))
+    for _ in range(4):  # memory is allocated, kernels are compiled
+        ordering.observe(vectors[:4])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(1, 11):
+            ordering.observe(vectors[4 * step : 4 * step + 4])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -10,7 +10,7 @@ from _asserts import assert_follows_the_rule, assert_permutation
 from _inputs import randn
 from cdgrab import ORDERS, RULES, Ordering, World
 from cdgrab.balance import compiled, reference
-from cdgrab.balance.blocked import Balancer
+from cdgrab.balance.balancer import Balancer
 from cdgrab.balance.rules import Greedy
 
 BALANCED = ["cd-grab", "pair", "grab", "id-grab", "greedy-herding"]

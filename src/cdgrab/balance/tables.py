@@ -1,25 +1,45 @@
-"""Tables of inner products: all that deciding signs takes, from whatever holds the rows."""
+"""From rows to a table, from the table to signs, from the signs to the new running sum.
+
+Three steps, wherever the rows are: on a CPU the table may come from compiled code, on a GPU each step is a Triton
+kernel, and plain PyTorch does it where neither is at hand. On a GPU nothing here makes the host wait, unless the rule
+asks for lengths.
+
+Shapes: `K` rows of `D` numbers; a table is `K x (K + 1)`, the Gram matrix and the inner products with the running sum.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from cdgrab.balance import compiled
+from cdgrab.balance.blocked import block_signs
+from cdgrab.balance.rules import FloatArray, Rule
 
-_STRETCH = 1 << 14  # columns
+_STRETCH = 1 << 14  # columns that a CPU takes at a time
+LONG_ON_GPU = 1 << 19  # from here on the rows themselves are what takes time, not the launches
+
+
+def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor) -> Tensor:
+    """The table of the rows `rows - minus`, in float64 on their device."""
+    if _triton(rows_KD, minus_KD):
+        from cdgrab.balance import kernels
+
+        return kernels.table(rows_KD, minus_KD, running_sum_D, in_place=False)
+    return _plain_table(rows_KD if minus_KD is None else rows_KD - minus_KD, running_sum_D)
 
 
 def difference_table(first_KD: Tensor, second_KD: Tensor, running_sum_D: Tensor) -> Tensor:
-    """Put `first - second` in the place of `first`; the inner products of these rows with each other and with `r`.
+    """Put `first - second` in the place of `first`, and give the table of these rows.
 
     Args:
         first_KD: Float32 or float64, contiguous; overwritten.
         second_KD: Of any floating type.
         running_sum_D: Of the type of `first_KD`.
-
-    Returns:
-        `K x (K + 1)` in float64 on the same device: the Gram matrix, and the inner products with `r` as last column.
 
     Example:
         >>> first = torch.tensor([[3.0, 1.0], [1.0, 1.0]])
@@ -30,15 +50,136 @@ def difference_table(first_KD: Tensor, second_KD: Tensor, running_sum_D: Tensor)
         tensor([[2., 0.],
                 [0., 0.]])
     """
+    if _triton(first_KD, second_KD):
+        from cdgrab.balance import kernels
+
+        return kernels.table(first_KD, second_KD, running_sum_D, in_place=True)
     same = second_KD.dtype == first_KD.dtype and second_KD.is_contiguous()
     if first_KD.device.type == "cpu" and same and compiled.available():
         return torch.from_numpy(compiled.difference_table(first_KD.numpy(), second_KD.numpy(), running_sum_D.numpy()))
-    table_KK1 = torch.zeros(len(first_KD), len(first_KD) + 1, dtype=torch.float64, device=first_KD.device)
     # On a CPU a stretch of columns at a time: it is in cache when it is multiplied, and sums of single-precision
     # numbers stay short enough to be exact.
     width = _STRETCH if first_KD.device.type == "cpu" else first_KD.shape[1]
-    parts = (first_KD.split(width, 1), second_KD.split(width, 1), running_sum_D.split(width))
-    for first, second, r in zip(*parts, strict=True):
-        first.sub_(second)
-        table_KK1 += torch.cat([first @ first.T, (first @ r)[:, None]], dim=1)
-    return table_KK1
+    parts = zip(first_KD.split(width, 1), second_KD.split(width, 1), running_sum_D.split(width), strict=True)
+    return torch.stack([_plain_table(first.sub_(second), r) for first, second, r in parts]).sum(0)
+
+
+def decide(table_KK1: Tensor, rule: Rule) -> Tensor:
+    """Decide the signs of `K` rows.
+
+    A row whose squared length is not finite gets the sign `+1`, so that its pair keeps its order, and the weight 0.
+
+    Returns:
+        `4 x K` in float64 on the table's device: signs; weights, with which the rows enter the running sum; the inner
+        products the signs were decided on; squared lengths. The last two are 0 for a row that is not finite.
+    """
+    lengths_K = table_KK1.diagonal()
+    thresholds_K = rule.thresholds(len(table_KK1), lambda: _finite(lengths_K.cpu().numpy()))
+    if table_KK1.device.type == "cpu":
+        return torch.from_numpy(_decide_here(table_KK1.numpy(), thresholds_K))
+    thresholds = _on_device(thresholds_K, table_KK1.device)
+    if _has_triton():
+        from cdgrab.balance import kernels
+
+        return kernels.decide(table_KK1, thresholds)
+    return decide_there(table_KK1, thresholds)
+
+
+def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, weights_K: Tensor) -> None:
+    """Add the rows `rows - minus`, each times its weight, to the running sum. A row of weight 0 may be anything."""
+    if _triton(rows_KD, minus_KD):
+        from cdgrab.balance import kernels
+
+        kernels.advance(running_sum_D, rows_KD, minus_KD, weights_K)
+        return
+    differences_KD = rows_KD if minus_KD is None else rows_KD - minus_KD
+    if rows_KD.device.type != "cpu" or not bool(weights_K.all()):
+        # Zero times something that is not finite is not zero.
+        differences_KD = torch.where(weights_K[:, None] != 0, differences_KD, 0.0)
+    running_sum_D.addmv_(differences_KD.T, weights_K.to(running_sum_D.dtype))
+
+
+def takes_blocks(rows_mWD: Tensor, minus_mWD: Tensor) -> bool:
+    """Whether `balance_blocks` is the way for these rows: longer ones are better read in few passes."""
+    return (
+        rows_mWD.is_cuda
+        and rows_mWD.shape[2] < LONG_ON_GPU
+        and all(part.dtype == torch.float32 and part.stride(2) == 1 for part in (rows_mWD, minus_mWD))
+        and _has_triton()
+    )
+
+
+def balance_blocks(rows_mWD: Tensor, minus_mWD: Tensor, running_sum_D: Tensor, rule: Rule) -> Tensor:
+    """Decide the signs of all the rows `rows - minus`, turn by turn, and add them to the running sum.
+
+    The same as `table`, `decide` and `advance` for one block of rows after the other.
+    """
+    from cdgrab.balance import kernels
+
+    count = rows_mWD.shape[0] * rows_mWD.shape[1]
+    thresholds_N = rule.thresholds(
+        count, lambda: _finite((rows_mWD - minus_mWD).square().sum(-1).flatten().double().cpu().numpy())
+    )
+    thresholds = _on_device(thresholds_N, running_sum_D.device)
+    return kernels.balance_blocks(kernels.Rows.of(rows_mWD), kernels.Rows.of(minus_mWD), running_sum_D, thresholds)
+
+
+def decide_there(table_KK1: Tensor, thresholds_K: Tensor) -> Tensor:
+    """The twin of the Triton kernel: decides where the table is, in many small operations."""
+    lengths_K = table_KK1.diagonal()
+    finite_K = torch.isfinite(lengths_K)
+    gram_KK = torch.where(finite_K[:, None] & finite_K, table_KK1[:, :-1], 0.0)
+    s_K = torch.where(finite_K, table_KK1[:, -1], 0.0)
+    limits_K = torch.where(finite_K, thresholds_K, torch.inf)
+    signs_K = torch.ones_like(s_K)
+    for k in range(len(s_K)):
+        signs_K[k] = torch.where(s_K[k] <= limits_K[k], 1.0, -1.0)
+        s_K[k + 1 :] += signs_K[k] * gram_KK[k, k + 1 :]
+    return torch.stack([signs_K, torch.where(finite_K, signs_K, 0.0), s_K, torch.where(finite_K, lengths_K, 0.0)])
+
+
+def _decide_here(table_KK1: FloatArray, thresholds_K: FloatArray) -> FloatArray:
+    lengths_K = table_KK1.diagonal()
+    finite_K = np.isfinite(lengths_K)
+    gram_KK, dots_K = table_KK1[:, :-1], table_KK1[:, -1]
+    if not finite_K.all():
+        gram_KK, dots_K = np.where(finite_K[:, None] & finite_K, gram_KK, 0.0), np.where(finite_K, dots_K, 0.0)
+        thresholds_K = np.where(finite_K, thresholds_K, np.inf)
+    signs_K, s_K = block_signs(gram_KK, dots_K, thresholds_K)
+    return np.stack([signs_K, np.where(finite_K, signs_K, 0.0), s_K, _finite(lengths_K)])
+
+
+def _plain_table(rows_KD: Tensor, running_sum_D: Tensor) -> Tensor:
+    return torch.cat([rows_KD @ rows_KD.T, (rows_KD @ running_sum_D)[:, None]], dim=1).double()
+
+
+def _finite(lengths_K: FloatArray) -> FloatArray:
+    return np.where(np.isfinite(lengths_K), lengths_K, 0.0)
+
+
+def _on_device(thresholds_K: FloatArray, device: torch.device) -> Tensor:
+    if thresholds_K.any():
+        return torch.from_numpy(thresholds_K).to(device)
+    return _zeros(len(thresholds_K), device)
+
+
+@functools.lru_cache(maxsize=16)
+def _zeros(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.float64, device=device)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _triton(rows_KD: Tensor, minus_KD: Tensor | None) -> bool:
+    """Whether the kernels can take these rows."""
+    tensors = [rows_KD] if minus_KD is None else [rows_KD, minus_KD]
+    return (
+        rows_KD.is_cuda
+        and rows_KD.shape[0] <= 64
+        and rows_KD.shape[1] > 0
+        and all(tensor.dtype == torch.float32 and tensor.stride(1) == 1 for tensor in tensors)
+        and _has_triton()
+    )

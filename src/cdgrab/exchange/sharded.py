@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdgrab.balance.blocked import Tally, block_signs
 from cdgrab.balance.rules import Rule
-from cdgrab.balance.tables import difference_table
+from cdgrab.balance.tables import advance, decide, difference_table
+from cdgrab.balance.tally import Tally
 from cdgrab.decisions import Decided, Decisions
 from cdgrab.exchange.base import BoolArray
 from cdgrab.exchange.gather import Gather
@@ -122,27 +122,17 @@ class ShardedPairs:
         if work is not None:
             work.wait()
         index = np.flatnonzero(active_W)
-        host = table.cpu().numpy()
-        gram_KK, dots_K = host[np.ix_(index, index)], host[index, -1]
-        lengths_K = gram_KK.diagonal().copy()
-        finite_K = np.isfinite(lengths_K)
-        thresholds_K = self._rule.thresholds(len(index), lambda: np.where(finite_K, lengths_K, 0.0))
-        if not finite_K.all():
-            # As in the balancer: such a row gets a plus and leaves no trace.
-            gram_KK = np.where(finite_K[:, None] & finite_K, gram_KK, 0.0)
-            dots_K, lengths_K = np.where(finite_K, dots_K, 0.0), np.where(finite_K, lengths_K, 0.0)
-            thresholds_K = np.where(finite_K, thresholds_K, np.inf)
-        signs_K, s_K = block_signs(gram_KK, dots_K, thresholds_K)
-        self._tally.add(signs_K, s_K, lengths_K)
-        self._tally.nonfinite += len(finite_K) - int(finite_K.sum())
-        signs_W = np.zeros(self._num_workers)
-        signs_W[index[finite_K]] = signs_K[finite_K]
-        left_out = torch.from_numpy(np.flatnonzero(signs_W == 0))
+        if not active_W.all():
+            table = table[index][:, [*index, self._num_workers]]
+        decided_4K = decide(table, self._rule)
+        weights_W = decided_4K[1]
+        if not active_W.all():
+            weights_W = weights_W.new_zeros(self._num_workers)
+            weights_W[index] = decided_4K[1]
         for piece, rows_Wc in self.differences.items():
-            if len(left_out):
-                rows_Wc[left_out.to(rows_Wc.device)] = 0.0  # zero times something that is not finite is not zero
-            self.running_sum[piece].addmv_(rows_Wc.T, torch.from_numpy(signs_W).to(rows_Wc))
-        self.decisions.append_pairs(index, signs_K.astype(np.int8))
+            advance(self.running_sum[piece], rows_Wc, None, weights_W)
+        self._tally.add_decided(decided_4K)
+        self.decisions.append_pairs(index, decided_4K[0])
 
     # Sorter
 
@@ -168,7 +158,7 @@ class ShardedPairs:
         return self.decisions.arrange(worker, visited_N, unvisited_M)
 
     def tallies(self) -> list[Tally]:
-        return [self._tally]
+        return [self._tally.settled()]
 
     def state_dict(self) -> dict[str, Any]:
         self.resolve()
@@ -178,7 +168,7 @@ class ShardedPairs:
             "differences": {piece: rows.clone() for piece, rows in self.differences.items()},
             "running_sum": {piece: rows.clone() for piece, rows in self.running_sum.items()},
             "decisions": self.decisions.state_dict(),
-            "tally": asdict(self._tally),
+            "tally": asdict(self._tally.settled()),
             "rule": self._rule.state_dict(),
         }
 

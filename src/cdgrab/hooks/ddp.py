@@ -186,6 +186,10 @@ class DdpAttachment:
 
     def _hand_over(self, sorter: ShardedPairs, numbers: Bucket, slices: Tensor, rest: Tensor) -> None:
         """Give the slices to the sorter."""
+        with self._ordering._timed():
+            self._store(sorter, numbers, slices, rest)
+
+    def _store(self, sorter: ShardedPairs, numbers: Bucket, slices: Tensor, rest: Tensor) -> None:
         if self._has_place(numbers):
             self._put(sorter, numbers, slices, rest)
         else:
@@ -196,10 +200,11 @@ class DdpAttachment:
         """With the last bucket the turn ends."""
         if turn is None:
             return
-        if self._stash:
-            self._move(sorter)
-        self._stored, self._turn = self._turn, []
-        sorter.end_turn(turn.counts_W)
+        with self._ordering._timed():
+            if self._stash:
+                self._move(sorter)
+            self._stored, self._turn = self._turn, []
+            sorter.end_turn(turn.counts_W)
         if turn.ends_epoch:
             self._ordering._end_epoch_if_due()
 

@@ -26,6 +26,7 @@ class FsdpAttachment:
     def __init__(self, ordering: Ordering, model: nn.Module) -> None:
         self._ordering = ordering
         self._queued = False
+        self._stream: torch.cuda.Stream | None = None
         wrapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._modules = [module for module in wrapped if param_groups(module)]  # the others have nothing to reduce
         self._before = [param_groups(module)[0]._reduce_scatter_comm for module in self._modules]
@@ -44,6 +45,8 @@ class FsdpAttachment:
     def take(self, piece: int, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> None:
         """Reduce-scatter `input` into `output`, and hand every worker's slice to the sorter."""
         sorter = self._ordering._attached_sorter()
+        if input.is_cuda:
+            self._stream = torch.cuda.current_stream(input.device)
         if not self._queued:
             # At the end of this backward pass all modules will have come by.
             self._queued = True
@@ -59,15 +62,19 @@ class FsdpAttachment:
         output.copy_(total)
         self._ordering._exchange.bytes_sent += input.element_size() * (size - 1) * output.numel()
         if isinstance(sorter, ShardedPairs):
-            sorter.put(piece, slices)
+            with self._ordering._timed():
+                sorter.put(piece, slices)
 
     def _on_end_of_backward(self) -> None:
         self._queued = False
         sorter = self._ordering._attached_sorter()
         turn = self._ordering._count_turn()
-        if isinstance(sorter, ShardedPairs):
-            sorter.end_turn(turn.counts_W)
-        self._ordering._end_epoch_if_due()
+        # On a GPU modules are reduced on a stream of FSDP's; what follows must come after them.
+        with torch.cuda.stream(self._stream), self._ordering._timed():
+            if isinstance(sorter, ShardedPairs):
+                sorter.end_turn(turn.counts_W)
+        with torch.cuda.stream(self._stream):
+            self._ordering._end_epoch_if_due()
 
 
 def param_groups(module: FSDPModule) -> list[Any]:

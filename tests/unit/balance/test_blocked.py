@@ -6,8 +6,9 @@ import torch
 
 from _asserts import assert_follows_the_rule
 from _inputs import ROWS, randn
-from cdgrab.balance import blocked, compiled, reference
-from cdgrab.balance.blocked import Balancer, block_signs
+from cdgrab.balance import balancer, compiled, reference
+from cdgrab.balance.balancer import Balancer
+from cdgrab.balance.blocked import block_signs
 from cdgrab.balance.rules import Greedy
 
 
@@ -56,7 +57,7 @@ def test_block_size_does_not_change_signs(monkeypatch: pytest.MonkeyPatch, size:
     rows = randn(150, 40, dtype=torch.float64)
     monkeypatch.setattr(compiled, "available", lambda: False)
     expected = Balancer(Greedy()).balance(rows)
-    monkeypatch.setattr(blocked, "block_size", lambda dim: size)
+    monkeypatch.setattr(balancer, "block_size", lambda rows: size)
     np.testing.assert_array_equal(Balancer(Greedy()).balance(rows), expected)
 
 
@@ -99,7 +100,7 @@ def test_nonfinite_rows_get_plus_and_leave_no_trace(bad: float) -> None:
 def test_tally_watches_the_running_sum() -> None:
     rows = randn(80, 6, dtype=torch.float64)
     balancer = Balancer(Greedy())
-    signs = torch.from_numpy(balancer.balance(rows).astype(float))
+    signs = torch.as_tensor(balancer.balance(rows)).double()
     norms2 = ((signs[:, None] * rows).cumsum(0) ** 2).sum(1)
     assert balancer.tally.max_norm2 == pytest.approx(float(norms2.max()))
     assert balancer.tally.norm2 == pytest.approx(float(norms2[-1]))
@@ -120,5 +121,5 @@ def test_a_new_epoch_begins_at_zero() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_signs_follow_the_rule_on_a_gpu() -> None:
     rows = randn(200, 300, seed=5)
-    signs = Balancer(Greedy()).balance(rows.cuda())
+    signs = torch.as_tensor(Balancer(Greedy()).balance(rows.cuda())).to("cpu", torch.int8).numpy()
     assert assert_follows_the_rule(rows, signs) > 0.75

@@ -7,7 +7,7 @@ import torch
 from _asserts import assert_follows_the_rule
 from _inputs import randn
 from cdgrab.balance import reference
-from cdgrab.balance.blocked import Balancer
+from cdgrab.balance.balancer import Balancer
 from cdgrab.balance.rules import RULES, Halving, Rule, Walk, find_rule
 
 
