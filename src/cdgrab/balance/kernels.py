@@ -8,6 +8,7 @@ Sums are formed in a fixed order, never with atomics, so that a run can be repea
 
 # The inside of a kernel is Triton's language, which only looks like Python to a type checker.
 # mypy: ignore-errors
+# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -184,7 +185,7 @@ def _few_rows(
     end = tl.minimum(begin + width, dim)
     products = ()
     for _ in tl.static_range(ROWS * (ROWS + 1) // 2 + ROWS):
-        products = products + (tl.zeros([COLUMNS], tl.float32),)  # noqa: RUF005
+        products = products + (tl.zeros([COLUMNS], tl.float32),)
     for start in range(begin, end, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < end
@@ -196,13 +197,13 @@ def _few_rows(
                 x -= tl.load(minus + k * minus_stride + column, mask=inside, other=0.0)
             if IN_PLACE:
                 tl.store(rows + k * row_stride + column, x, mask=inside)
-            d = d + (x,)  # noqa: RUF005
+            d = d + (x,)
         added = ()
         for k in tl.static_range(ROWS):
             for j in tl.static_range(k + 1):
-                added = added + (products[k * (k + 1) // 2 + j] + d[k] * d[j],)  # noqa: RUF005
+                added = added + (products[k * (k + 1) // 2 + j] + d[k] * d[j],)
         for k in tl.static_range(ROWS):
-            added = added + (products[ROWS * (ROWS + 1) // 2 + k] + d[k] * r,)  # noqa: RUF005
+            added = added + (products[ROWS * (ROWS + 1) // 2 + k] + d[k] * r,)
         products = added
     out = partial + program * ROWS * (ROWS + 1)
     for k in tl.static_range(ROWS):
@@ -341,8 +342,8 @@ def _step(
         if tl.atomic_add(arrived + block, 1, sem="acq_rel") == tl.num_programs(0) - 1:
             j = tl.arange(0, ROWS)
             s = tl.zeros([ROWS], tl.float64)
-            for first in range(0, tl.num_programs(0), TILE):
-                part = first + tl.arange(0, TILE)[:, None]
+            for first in range(0, tl.num_programs(0), 64):
+                part = first + tl.arange(0, 64)[:, None]
                 there = part < tl.num_programs(0)
                 some = tl.load(dots + part * ROWS + j[None, :], mask=there, other=0.0, cache_modifier=".cg")
                 s += tl.sum(some.to(tl.float64), 0)
@@ -366,26 +367,37 @@ def _sign_loop(gram, stride, s, thresholds, decided, start, count, ROWS: tl.cons
     s = tl.where(finite, s, 0.0)
     signs = tl.zeros([ROWS], tl.float64)
     num_rows = tl.minimum(ROWS, count - start)
-    # Eight rows at a time: their own inner products as plain numbers, the rest of the rows together afterwards.
+    place = decided + 2 * count + start
+    # Eight rows at a time. Whatever does not depend on signs is fetched first, so that the signs need not wait for it.
     for first in range(0, num_rows, 8):
+        tl.store(place + k, s, mask=inside)
+        later = inside & (k >= first + 8) & finite
+        lengths_8, limits_8, rows_8, entries = (), (), (), ()
+        for j in tl.static_range(8):
+            there = first + j < num_rows
+            lengths_8 = lengths_8 + (tl.load(gram + (first + j) * (stride + 1), mask=there, other=float("inf")),)
+            limits_8 = limits_8 + (tl.load(thresholds + start + first + j, mask=there, other=0.0),)
+            rows_8 = rows_8 + (tl.load(gram + (first + j) * stride + k, mask=later & there, other=0.0),)
+            for i in tl.static_range(j):
+                entries = entries + (tl.load(gram + (first + i) * stride + first + j, mask=there, other=0.0),)
+        tl.debug_barrier()  # what was stored above can be read by everyone
+        products = ()
+        for j in tl.static_range(8):
+            there = first + j < num_rows
+            products = products + (tl.load(place + first + j, mask=there, other=0.0, cache_modifier=".cg"),)
         weights = ()
         for j in tl.static_range(8):
-            here = k == first + j
-            length = tl.load(gram + (first + j) * (stride + 1), mask=first + j < num_rows, other=float("inf"))
-            limit = tl.load(thresholds + start + first + j, mask=first + j < num_rows, other=0.0)
-            product = tl.sum(tl.where(here, s, 0.0), 0)
+            product = products[j]
             for i in tl.static_range(j):
-                table_entry = gram + (first + i) * stride + first + j
-                product += tl.where(weights[i] != 0, weights[i] * tl.load(table_entry, mask=first + j < num_rows), 0.0)
-            counts = length < float("inf")
-            sign = tl.where((product <= limit) | (not counts), 1.0, -1.0).to(tl.float64)
+                product += tl.where(weights[i] != 0, weights[i] * entries[j * (j - 1) // 2 + i], 0.0)
+            counts = lengths_8[j] < float("inf")
+            sign = tl.where((product <= limits_8[j]) | (not counts), 1.0, -1.0).to(tl.float64)
+            here = k == first + j
             signs = tl.where(here, sign, signs)
             s = tl.where(here & counts, product, s)
-            weights = weights + (tl.where(counts, sign, 0.0).to(tl.float64),)  # noqa: RUF005
+            weights = weights + (tl.where(counts, sign, 0.0).to(tl.float64),)
         for i in tl.static_range(8):
-            later = inside & (k >= first + 8) & finite
-            row = tl.load(gram + (first + i) * stride + k, mask=later & (weights[i] != 0), other=0.0)
-            s += weights[i] * row
+            s += tl.where(weights[i] != 0, weights[i] * rows_8[i], 0.0)
     out = decided + start + k
     tl.store(out, signs, mask=inside)
     tl.store(out + count, tl.where(finite, signs, 0.0), mask=inside)

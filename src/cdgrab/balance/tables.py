@@ -10,7 +10,7 @@ Shapes: `K` rows of `D` numbers; a table is `K x (K + 1)`, the Gram matrix and t
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib.metadata
 
 import numpy as np
 import torch
@@ -170,7 +170,12 @@ def _zeros(count: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Whether there is a Triton that knows tuples, which the kernels use."""
+    try:
+        major, minor = importlib.metadata.version("triton").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (3, 3)
 
 
 def _triton(rows_KD: Tensor, minus_KD: Tensor | None) -> bool:
