@@ -23,6 +23,8 @@ unit: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.sorter
 	$(BIN)/python -m benchmarks.exchange
+	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.scaling
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -399,7 +399,7 @@ class Ordering:
         first = 0 if self._coordinated else self.world.local_workers[0]
         rngs = [generator(self.seed, first + worker, "rule") for worker in range(workers)]
         if isinstance(self._exchange, Sharded):
-            return ShardedPairs(workers, self._group, self._make_rule(rngs[0]))
+            return ShardedPairs(workers, self._exchange, self._make_rule(rngs[0]))
         return make_sorter(self._spec, rngs, self._make_rule, self._block)
 
     def _visits(self) -> IntArray:

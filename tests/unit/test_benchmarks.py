@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from benchmarks import exchange, ranks, report, scaling, step
 from benchmarks.sorter import blocked, loop, new_sorter
 
 from _inputs import randn
@@ -14,3 +19,45 @@ from _inputs import randn
 def test_the_sorter_and_the_loop_agree(fast: bool, num_workers: int, dim: int) -> None:
     rows_UWD = randn(12, num_workers, dim, dtype=torch.float32)
     assert blocked(new_sorter(num_workers), rows_UWD, fast=fast).tolist() == loop(rows_UWD)
+
+
+def test_exchanges_are_measured() -> None:
+    answers = list(ranks.launch(exchange.on_a_rank, 2, [1000], exchange.CONTENDERS, 1))
+    [(dim, seconds, sent, memory)] = answers
+    assert dim == 1000
+    assert list(seconds) == list(sent) == list(memory) == exchange.CONTENDERS
+    assert all(len(times) == 1 and times[0] > 0 for times in seconds.values())
+    table_bytes = 2 * 8 * 2 * 3 / 2 / 2  # sent by one of two ranks, of a 2 x 3 table, for one pair in two steps
+    assert sent["sharded"] == pytest.approx(1 + table_bytes / 4000)
+    assert memory["sharded"] == 1.5
+
+
+def test_steps_are_measured() -> None:
+    [(name, count, seconds, own)] = ranks.launch(step.on_a_rank, 2, ["mlp"], 1)
+    assert (name, count) == ("mlp", 1_863_690)
+    assert all(len(times) == 1 and times[0] > 0 for times in seconds.values())
+    assert own > 0
+
+
+def test_a_failing_rank_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="a rank failed: rank 0: KeyError"):
+        list(ranks.launch(_fails, 1))
+
+
+def _fails() -> Iterator[None]:
+    yield
+    raise KeyError("gone")
+
+
+def test_the_cost_model_finds_the_constants_of_a_machine_that_obeys_it(tmp_path: Path) -> None:
+    constants = np.array([0.7, 0.2, 0.05])
+    rows = [
+        [str(size), f"{dim:,}", name, repr(float(np.array(scaling.features(dim, size, name)) @ constants)), "", "", ""]
+        for size in (2, 4, 8)
+        for dim in (60_000, 2_000_000)
+        for name in ("all-reduce", "sharded")
+    ]
+    (tmp_path / "report.md").write_text("# Title\n\n" + report.table([""] * 7, rows))
+    found, checked = scaling.check(scaling.measured(tmp_path / "report.md"))
+    np.testing.assert_allclose(found, constants, rtol=1e-6)
+    assert [row[5] for row in checked] == ["1.00"] * 12

@@ -23,29 +23,45 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return made  # type: ignore[no-any-return]
 
 
-def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
-    """All ranks' inputs one after the other, in one tensor."""
-    start_all_gather(output, input, group)()
-
-
 def start_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> Callable[[], None]:
-    """As `all_gather`, but only started: what is returned is to be called before `output` is used."""
+    """Start to put all ranks' inputs one after the other into `output`; call what is returned before using it.
+
+    Inputs are as `slice_widths` cuts `output`: of one length, but for rank 0, whose may be longer.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    widths = slice_widths(output.numel(), len(ranks))
     if dist.get_backend(group) != "gloo":
         # The function of that kind has changed its name.
         function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = function(output, input, group=group, async_op=True)
-        return lambda: _wait([work])
+        left_over = widths[0] - widths[-1]
+        pending = [function(output[left_over:], input[input.numel() - widths[-1] :], group=group, async_op=True)]
+        if left_over:
+            if rank == 0:
+                output[:left_over] = input[:left_over]
+            pending.append(dist.broadcast(output[:left_over], ranks[0], group=group, async_op=True))
+        return lambda: _wait(pending)
     # Gloo's own passes everything on from neighbour to neighbour; sending it straight there is a third faster.
-    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-    parts = output.view(len(ranks), -1)
+    parts = output.split(widths)
     transfers = []
     for other in range(1, len(ranks)):
         to, source = (rank + other) % len(ranks), (rank - other) % len(ranks)
-        transfers.append(dist.P2POp(dist.isend, input, ranks[to], group=group))
-        transfers.append(dist.P2POp(dist.irecv, parts[source], ranks[source], group=group))
+        if widths[rank]:
+            transfers.append(dist.P2POp(dist.isend, input, ranks[to], group=group))
+        if widths[source]:
+            transfers.append(dist.P2POp(dist.irecv, parts[source], ranks[source], group=group))
     pending = dist.batch_isend_irecv(transfers) if transfers else []
     parts[rank].copy_(input)
     return lambda: _wait(pending)
+
+
+def slice_widths(numel: int, size: int) -> list[int]:
+    """How many numbers of a bucket each rank takes: all the same, and rank 0 what is left over, too.
+
+    Example:
+        >>> slice_widths(11, 4)
+        [5, 2, 2, 2]
+    """
+    return [numel // size + numel % size] + [numel // size] * (size - 1)
 
 
 def _wait(pending: list[Any]) -> None:

@@ -53,6 +53,13 @@ class Sharded:
     def share(self, decided: Decided) -> Decided:
         return decided
 
+    def add_up(self, table: Tensor) -> dist.Work | None:
+        """Start to sum tables over ranks, in place."""
+        size = dist.get_world_size(self._group)
+        self.bytes_sent += 2 * table.numel() * table.element_size() * (size - 1) // size
+        work: dist.Work | None = dist.all_reduce(table, group=self._group, async_op=True)
+        return work
+
 
 class ShardedPairs:
     """PairBalance on slices: a sorter that never holds a whole row.
@@ -62,8 +69,8 @@ class ShardedPairs:
     step's slices, `dim` numbers, and this rank's slice of the running sum, `dim / W`.
     """
 
-    def __init__(self, num_workers: int, group: dist.ProcessGroup | None, rule: Rule) -> None:
-        self._group = group
+    def __init__(self, num_workers: int, exchange: Sharded, rule: Rule) -> None:
+        self._exchange = exchange
         self._num_workers = num_workers
         self._rule = rule
         self._tally = Tally()
@@ -110,7 +117,7 @@ class ShardedPairs:
         if not active_W.any():
             return
         table = torch.stack(parts).sum(0)
-        work = dist.all_reduce(table, group=self._group, async_op=True) if self._num_workers > 1 else None
+        work = self._exchange.add_up(table) if self._num_workers > 1 else None
         self._table = (work, table, active_W)
 
     def resolve(self) -> None:

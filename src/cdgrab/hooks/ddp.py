@@ -21,7 +21,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from cdgrab.exchange import ShardedPairs
-from cdgrab.exchange.collectives import all_gather, start_all_gather
+from cdgrab.exchange.collectives import slice_widths, start_all_gather
 from cdgrab.hooks import Turn
 from cdgrab.hooks.layout import Bucket, Layout, redistribute
 
@@ -63,7 +63,7 @@ class DdpAttachment:
         self._stored: list[Bucket] = []  # buckets of what the sorter stores; empty before its first turn
         self._sorter: ShardedPairs | None = None
         self._kept: dict[str, Tensor] = {}
-        self._stash: list[tuple[Bucket, Tensor, Tensor]] = []  # slices that the store has no place for yet
+        self._stash: list[tuple[Bucket, Tensor]] = []  # slices that the store has no place for yet
         model.register_comm_hook(self, _order_hook)
 
     def detach(self) -> None:
@@ -110,14 +110,14 @@ class DdpAttachment:
         if sorter is not self._sorter:
             # A new one, perhaps with a loaded state, whose buckets may be those of another run.
             self._sorter = sorter
-            self._stored = list(dict.fromkeys(numbers for numbers, _ in sorter.differences))
+            self._stored = list(sorter.differences)
         numbers = tuple(self._number[id(parameter)] for parameter in bucket.parameters())
         turn = self._ordering._count_turn() if last else None
         if self._averaging is not None:
             # The user's hook starts collectives of its own; they must not mix with those of another thread.
-            slices, rest = self._scatter(sorter, numbers, buffer)
+            slices = self._scatter(sorter, numbers, buffer)
             averaged = self._averaging(self._averaging_state, bucket)
-            self._hand_over(sorter, numbers, slices, rest)
+            self._hand_over(sorter, numbers, slices)
             self._end_turn(sorter, turn)
             return averaged
         if buffer.is_cuda:
@@ -150,51 +150,43 @@ class DdpAttachment:
 
     def _exchange(self, sorter: ShardedPairs, numbers: Bucket, buffer: Tensor) -> None:
         """Average the bucket; its slices are balanced while the averages are under way."""
-        slices, rest = self._scatter(sorter, numbers, buffer)
-        finish = self._gather_average(buffer, slices, rest)
-        self._hand_over(sorter, numbers, slices, rest)
+        slices = self._scatter(sorter, numbers, buffer)
+        finish = self._gather_average(buffer, slices)
+        self._hand_over(sorter, numbers, slices)
         finish()
 
-    def _scatter(self, sorter: ShardedPairs, numbers: Bucket, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """Every worker's slice of this rank's coordinates, and every worker's left-over numbers."""
-        size = dist.get_world_size(self._group)
-        width = buffer.numel() // size
+    def _scatter(self, sorter: ShardedPairs, numbers: Bucket, buffer: Tensor) -> Tensor:
+        """Every worker's slice of this rank's coordinates."""
+        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        widths = slice_widths(buffer.numel(), size)
+        width = widths[rank]
         slices = None
         if self._has_place(numbers):
-            room = sorter.room((numbers, "slice"), width, buffer)
+            room = sorter.room(numbers, width, buffer)
             slices = room if room is not None and room.dtype == buffer.dtype else None
         if slices is None:
             slices = self._scratch("slices", size * width, buffer).view(size, width)
-        dist.all_to_all_single(slices.view(-1), buffer[: size * width], group=self._group)
-        left_over = buffer[size * width :]
-        rest = buffer.new_empty(size, left_over.numel())
-        if left_over.numel():
-            all_gather(rest.view(-1), left_over.contiguous(), self._group)
-        self._ordering._exchange.bytes_sent += buffer.element_size() * (size - 1) * (width + left_over.numel())
-        return slices, rest
+        dist.all_to_all_single(slices.view(-1), buffer, [width] * size, widths, group=self._group)
+        self._ordering._exchange.bytes_sent += buffer.element_size() * (buffer.numel() - width)
+        return slices
 
-    def _gather_average(self, buffer: Tensor, slices: Tensor, rest: Tensor) -> Callable[[], None]:
+    def _gather_average(self, buffer: Tensor, slices: Tensor) -> Callable[[], None]:
         """What DDP wants: the mean of all workers' gradients, everywhere; there once what is returned was called."""
         size, width = slices.shape
         # The mean of half-precision numbers is taken in single precision.
         wide = torch.promote_types(slices.dtype, torch.float32)
         mean = torch.mean(slices, 0, dtype=wide, out=self._scratch("mean", width, buffer, wide)).to(buffer.dtype)
-        finish = start_all_gather(buffer[: size * width], mean, self._group)
-        buffer[size * width :] = rest.mean(0, dtype=wide)
         self._ordering._exchange.bytes_sent += buffer.element_size() * (size - 1) * width
-        return finish
+        return start_all_gather(buffer, mean, self._group)
 
-    def _hand_over(self, sorter: ShardedPairs, numbers: Bucket, slices: Tensor, rest: Tensor) -> None:
+    def _hand_over(self, sorter: ShardedPairs, numbers: Bucket, slices: Tensor) -> None:
         """Give the slices to the sorter."""
         with self._ordering._timed():
-            self._store(sorter, numbers, slices, rest)
-
-    def _store(self, sorter: ShardedPairs, numbers: Bucket, slices: Tensor, rest: Tensor) -> None:
-        if self._has_place(numbers):
-            self._put(sorter, numbers, slices, rest)
-        else:
-            self._stash.append((numbers, slices.clone(), rest))  # the next bucket will overwrite them
-        self._turn.append(numbers)
+            if self._has_place(numbers):
+                sorter.put(numbers, slices)
+            else:
+                self._stash.append((numbers, slices.clone()))  # the next bucket will overwrite them
+            self._turn.append(numbers)
 
     def _end_turn(self, sorter: ShardedPairs, turn: Turn | None) -> None:
         """With the last bucket the turn ends."""
@@ -218,15 +210,10 @@ class DdpAttachment:
     def _has_place(self, numbers: Bucket) -> bool:
         return not self._stored or numbers in self._stored
 
-    def _put(self, sorter: ShardedPairs, numbers: Bucket, slices: Tensor, rest: Tensor) -> None:
-        sorter.put((numbers, "slice"), slices)
-        if rest.numel() and dist.get_rank(self._group) == 0:
-            sorter.put((numbers, "rest"), rest)
-
     def _move(self, sorter: ShardedPairs) -> None:
         """The buckets have been rebuilt: move what is stored to the new ones, then take the stashed slices."""
         sorter.resolve()
-        size = dist.get_world_size(self._group)
+        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
         old, new = (Layout(self._numels, buckets, size) for buckets in (self._stored, self._turn))
         pieces = list(sorter.differences)
         stored = torch.cat(
@@ -237,18 +224,14 @@ class DdpAttachment:
         sorter.running_sum.clear()
         start = 0
         for numbers in self._turn:
-            numel = sum(self._numels[number] for number in numbers)
-            widths = {"slice": numel // size}
-            if numel % size and dist.get_rank(self._group) == 0:
-                widths["rest"] = numel % size
-            for kind, width in widths.items():
-                part = moved[:, start : start + width]
-                sorter.differences[numbers, kind] = part[:-1].clone()
-                sorter.running_sum[numbers, kind] = part[-1].clone()
-                start += width
+            width = slice_widths(sum(self._numels[number] for number in numbers), size)[rank]
+            part = moved[:, start : start + width]
+            sorter.differences[numbers] = part[:-1].clone()
+            sorter.running_sum[numbers] = part[-1].clone()
+            start += width
         stash, self._stash = self._stash, []
-        for numbers, slices, rest in stash:
-            self._put(sorter, numbers, slices, rest)
+        for numbers, slices in stash:
+            sorter.put(numbers, slices)
 
 
 def _order_hook(state, bucket):  # type: ignore[no-untyped-def]

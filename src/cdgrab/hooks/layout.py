@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cdgrab.exchange.collectives import slice_widths
+
 Bucket = tuple[int, ...]  # numbers of the parameters in it, in order
 
 
 class Layout:
-    """Buckets of parameters, each cut into equal slices; the few numbers left over belong to rank 0."""
+    """Buckets of parameters, each cut into slices as `slice_widths` says."""
 
     def __init__(self, numels: list[int], buckets: list[Bucket], num_ranks: int) -> None:
         self.buckets = buckets
@@ -29,14 +31,13 @@ class Layout:
         ]
 
     def coordinates(self, rank: int) -> Tensor:
-        """What `rank` holds, bucket by bucket: its slice, and on rank 0 what is left over."""
-        parts = []
-        for coordinates in self._coordinates:
-            width = len(coordinates) // self._num_ranks
-            parts.append(coordinates[rank * width : (rank + 1) * width])
-            if rank == 0:
-                parts.append(coordinates[width * self._num_ranks :])
-        return torch.cat(parts)
+        """What `rank` holds: its slice of every bucket."""
+        return torch.cat(
+            [
+                coordinates.split(slice_widths(len(coordinates), self._num_ranks))[rank]
+                for coordinates in self._coordinates
+            ]
+        )
 
     def owners(self) -> Tensor:
         """For every coordinate the rank that holds it."""
