@@ -315,12 +315,10 @@ class Ordering:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """What is done in here counts as time spent on ordering."""
+        """What is done in here counts as time spent on ordering; what is refused leaves no trace."""
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds += time.perf_counter() - start
+        yield
+        self._seconds += time.perf_counter() - start
 
     def _settle(self) -> None:
         """Wait for what an attached model has handed over. No collective is started: ranks may ask at any time."""
