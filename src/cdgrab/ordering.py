@@ -31,6 +31,8 @@ from cdgrab.exchange import (
     find_exchange,
 )
 from cdgrab.exchange.collectives import own_group
+from cdgrab.ghost.records import Record
+from cdgrab.ghost.sorter import GhostPairs
 from cdgrab.hooks import Attachment, Turn
 from cdgrab.metrics import summarise
 from cdgrab.order import Balanced, Free, Herded, find_order
@@ -107,6 +109,7 @@ class Ordering:
 
         self._epoch = 0
         self._attachment: Attachment | None = None
+        self._records = False  # whether rows come as records
         self._dim: int | None = None
         self._dtype: torch.dtype | None = None
         self._device: torch.device | None = None
@@ -199,13 +202,26 @@ class Ordering:
             self._sort(rows_mLD, None if step.counts_Lm is None else step.counts_Lm.T)
         self._progress.record(step)
 
-    def attach(self, model: nn.Module, *, hook: Callable[..., Any] | None = None, hook_state: Any = None) -> None:
+    def attach(
+        self,
+        model: nn.Module,
+        *,
+        source: str = "batch",
+        reduction: str = "mean",
+        hook: Callable[..., Any] | None = None,
+        hook_state: Any = None,
+    ) -> None:
         """Observe the gradients of `model` from now on, at every backward pass; nothing else is to be called.
 
         Args:
             model: A `DistributedDataParallel` model, one to which `fully_shard` has been applied, or, in one process,
-                any module. One backward pass gives one gradient, so a unit is a batch, or several batches that are
-                accumulated (`no_sync`).
+                any module.
+            source: What a unit's gradient is. `"batch"`: what a backward pass leaves, so a unit is a batch, or several
+                that are accumulated (`no_sync`). `"ghost"`: the gradient of every single example (`unit_size=1`),
+                from what the layers of the model have seen, exactly and without ever writing it down; one process,
+                with any number of simulated workers. `"per_example"`: the same, written down as rows, for any number
+                of ranks and any exchange.
+            reduction: For single examples, what the loss does with the batch: `"mean"` or `"sum"`.
             hook: A communication hook that is to average gradients instead of the all-reduce
                 (`DistributedDataParallel` only); it must not have been registered.
             hook_state: The state of that hook.
@@ -214,7 +230,13 @@ class Ordering:
             raise ValueError("the ordering is attached to a model already; call detach() first")
         from cdgrab.hooks.attach import attach  # pulls in DDP and FSDP, which not everyone needs
 
-        self._attachment = attach(self, model, hook, hook_state)
+        self._attachment = attach(self, model, source, reduction, hook, hook_state)
+
+    def explain(self, model: nn.Module) -> str:
+        """How `attach(model, source="ghost")` would find gradients of single examples: a table, layer by layer."""
+        from cdgrab.ghost.plan import explain
+
+        return explain(model)
 
     def detach(self) -> None:
         """Stop observing. The model is left as it would be without ordering."""
@@ -262,6 +284,7 @@ class Ordering:
             "epoch": self._epoch,
             "payload": checkpoint.pack(
                 {
+                    "records": self._records,
                     "dim": self._dim,
                     "dtype": None if self._dtype is None else str(self._dtype).removeprefix("torch."),
                     "orders": [torch.from_numpy(order) for order in self._orders],
@@ -277,6 +300,12 @@ class Ordering:
         """Go on where `state` was taken. A state that does not fit is refused and changes nothing."""
         self._settle()
         payload = checkpoint.unpack(state, self._config, [len(order) for order in self._orders])
+        if payload["records"] != self._records:
+            kinds = {True: "with a model attached by source='ghost'", False: "without"}
+            raise ValueError(
+                f"the state was taken {kinds[payload['records']]}, and this ordering is {kinds[self._records]}; attach "
+                "the model before loading"
+            )
         units = self._deal(self._units.num_examples, state["epoch"])
         orders = [order.numpy() for order in payload["orders"]]
         progress = Progress(units, state["epoch"], orders)
@@ -292,7 +321,7 @@ class Ordering:
 
     # For attachments
 
-    def _attached_sorter(self) -> RowSorter | ShardedPairs | None:
+    def _attached_sorter(self) -> RowSorter | ShardedPairs | GhostPairs | None:
         """Where the turn under way goes."""
         if self._progress.finished:
             self._settle()
@@ -319,6 +348,47 @@ class Ordering:
         start = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - start
+
+    def _balance_records(self) -> None:
+        """From now on rows come as records."""
+        if self._sorter is None:
+            return
+        alone = isinstance(self._spec, Balanced) and not self._spec.coordinated and self.world.size > 1
+        if not isinstance(self._spec, Balanced) or self._spec.centring != "pair" or alone:
+            raise ValueError(
+                f"source 'ghost' balances pairs against one running sum, which order {self.order_name!r} does not; use "
+                "order 'cd-grab', or source 'per_example'"
+            )
+        if self._ranks_meet:
+            raise ValueError(
+                f"source 'ghost' needs all workers in one process, and there are {self.world.size} ranks; use source "
+                "'per_example'"
+            )
+        if self._progress.turns:
+            raise ValueError(
+                f"{self._progress.turns} turns of this epoch have been observed already; attach the model before the "
+                "first batch of an epoch"
+            )
+        self._records = True
+        self._sorter = self._new_sorter()
+        assert self._sorter is not None
+        self._sorter.start_epoch(self._epoch, self._visits())
+
+    def _examples_due(self) -> int:
+        """How many examples the batch under way has, if units are single examples."""
+        turns = min(self._turns_per_batch, self._units.num_slots - self._progress.turns)
+        return turns * len(self.world.local_workers)
+
+    def _observe_records(self, records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:
+        with self._timed():
+            step = self._progress.next_step(self._examples_due(), self._turns_per_batch)
+            if isinstance(self._sorter, GhostPairs):
+                counts_Lm = step.counts_Lm
+                if counts_Lm is None:
+                    counts_Lm = np.ones((len(self.world.local_workers), step.turns), dtype=bool)
+                self._sorter.add(records, shapes, counts_Lm.T)
+            self._progress.record(step)
+        self._end_epoch_if_due()
 
     def _settle(self) -> None:
         """Wait for what an attached model has handed over. No collective is started: ranks may ask at any time."""
@@ -389,13 +459,15 @@ class Ordering:
             shuffle=self._spec.shuffle if isinstance(self._spec, Free) else True,
         )
 
-    def _new_sorter(self) -> RowSorter | ShardedPairs | None:
+    def _new_sorter(self) -> RowSorter | ShardedPairs | GhostPairs | None:
         if isinstance(self._spec, Free):
             return None
         workers = self.world.size if self._coordinated else len(self.world.local_workers)
         # Ranks that balance alone sort one worker each; their draws must differ all the same.
         first = 0 if self._coordinated else self.world.local_workers[0]
         rngs = [generator(self.seed, first + worker, "rule") for worker in range(workers)]
+        if self._records:
+            return GhostPairs(workers, self._make_rule(rngs[0]))
         if isinstance(self._exchange, Sharded):
             return ShardedPairs(workers, self._exchange, self._make_rule(rngs[0]))
         return make_sorter(self._spec, rngs, self._make_rule, self._block)
@@ -437,6 +509,7 @@ class Ordering:
 
     def _sort(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> None:
         assert self._sorter is not None
+        assert not isinstance(self._sorter, GhostPairs)
         if (
             self._coordinated
             and self.world.size > 1

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -14,26 +15,45 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cdgrab.agreement import check_same
 from cdgrab.exchange import ShardedPairs
+from cdgrab.ghost.records import Record, written_out
 from cdgrab.hooks import Attachment
 from cdgrab.hooks.ddp import DdpAttachment
 from cdgrab.hooks.fsdp import FsdpAttachment, param_groups
+from cdgrab.hooks.ghost import ExampleAttachment
 from cdgrab.hooks.module import ModuleAttachment
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
 
 
-def attach(ordering: Ordering, model: nn.Module, hook: Callable[..., Any] | None, hook_state: Any) -> Attachment:
+SOURCES = ("batch", "ghost", "per_example")
+
+
+def attach(
+    ordering: Ordering,
+    model: nn.Module,
+    source: str,
+    reduction: str,
+    hook: Callable[..., Any] | None,
+    hook_state: Any,
+) -> Attachment:
     """Attach `ordering` to `model`; raises `ValueError` with the reason where that cannot be done."""
+    if source not in SOURCES:
+        raise ValueError(f"unknown source {source!r}; choose one of {', '.join(SOURCES)}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; say 'mean' or 'sum', as the loss does with the batch")
+    if source != "batch":
+        return _attach_examples(ordering, model, source, reduction)
     world, batch = ordering.world, ordering.batch_size
     if world.one_process and world.size > 1:
         raise ValueError(
-            "simulated workers share one model, whose gradient is that of all of them; compute rows and call observe()"
+            "simulated workers share one model, whose gradient is that of all of them; order single examples "
+            "(unit_size=1 and attach(model, source='ghost')), or compute rows and call observe()"
         )
     if ordering._sorter is not None and ordering.unit_size % batch:
         raise ValueError(
             f"unit_size is {ordering.unit_size}, but a backward pass gives one gradient for the whole batch of "
-            f"{batch}; use unit_size=None, or compute rows (cdgrab.per_example_grads) and call observe()"
+            f"{batch}; use unit_size=None, or single examples: unit_size=1 and attach(model, source='ghost')"
         )
     wrapped = isinstance(model, DistributedDataParallel)
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -49,6 +69,25 @@ def attach(ordering: Ordering, model: nn.Module, hook: Callable[..., Any] | None
     if sharded and world.size > 1:
         return _attach_fsdp(ordering, model)
     return ModuleAttachment(ordering, model, max(1, ordering.unit_size // batch))
+
+
+def _attach_examples(ordering: Ordering, model: nn.Module, source: str, reduction: str) -> Attachment:
+    if ordering._sorter is not None and ordering.unit_size != 1:
+        raise ValueError(
+            f"source {source!r} gives gradients of single examples, but unit_size is {ordering.unit_size}; make the "
+            "ordering with unit_size=1"
+        )
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError("with fully_shard no rank has whole layers to look at; use source 'batch'")
+    watched = model.module if isinstance(model, DistributedDataParallel) else model
+    if source == "ghost":
+        ordering._balance_records()
+        return ExampleAttachment(ordering, watched, ordering._observe_records, mean=reduction == "mean")
+
+    def observe_rows(records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:
+        ordering._observe(written_out(records, shapes))
+
+    return ExampleAttachment(ordering, watched, observe_rows, mean=reduction == "mean")
 
 
 def _attach_ddp(

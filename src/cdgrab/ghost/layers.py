@@ -1,0 +1,176 @@
+"""Layer by layer: from the inputs and output gradients of a module to records of its parameters.
+
+A layer that is not in the table is differentiated once more, example by example, with `torch.func`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from cdgrab.ghost.records import Lookup, Matrix, Record, Rows
+
+Records = dict[str, Record]
+Handler = Callable[[Any, Tensor, Tensor, int], Records]
+
+# Batch statistics mix examples; there is no gradient of one example then.
+MIXES_EXAMPLES = (nn.modules.batchnorm._BatchNorm,)
+# Modules whose children do not run as modules, so that only the whole can be looked at.
+WHOLE = (nn.MultiheadAttention, nn.RNNBase)
+
+
+def linear(module: nn.Linear, x: Tensor, grad: Tensor, num: int) -> Records:
+    """Factors, or rows where these are smaller."""
+    a_NTp, b_NTq = _by_example(x, num), _by_example(grad, num)
+    return {"weight": Matrix(a_NTp, b_NTq).compact(), **_bias(module, b_NTq)}
+
+
+def convolution(module: nn.Conv1d | nn.Conv2d, x: Tensor, grad: Tensor, num: int) -> Records:  # noqa: ARG001
+    """A linear layer on patches."""
+    sizes: list[Any]
+    if isinstance(module, nn.Conv1d):
+        x, grad = x[:, :, None], grad[:, :, None]
+        sizes = [(1, *module.kernel_size), (1, *module.dilation), (0, *module.padding), (1, *module.stride)]
+    else:
+        sizes = [module.kernel_size, module.dilation, module.padding, module.stride]
+    patches_NPL = F.unfold(x, *sizes)
+    b_NqL = grad.flatten(2)
+    if module.groups == 1:
+        weight: Record = Matrix(patches_NPL.mT, b_NqL.mT).compact()
+    else:
+        a = patches_NPL.unflatten(1, (module.groups, -1))
+        weight = Rows((b_NqL.unflatten(1, (module.groups, -1)) @ a.mT).flatten(1))
+    return {"weight": weight, **_bias(module, b_NqL.mT)}
+
+
+def embedding(module: nn.Embedding, x: Tensor, grad: Tensor, num: int) -> Records:
+    """Which rows of the table were used, and with which gradient."""
+    index_NT, b_NTq = x.reshape(num, -1), grad.reshape(num, -1, grad.shape[-1])
+    if module.padding_idx is not None:
+        b_NTq = torch.where((index_NT == module.padding_idx)[..., None], 0.0, b_NTq)
+    return {"weight": Lookup(index_NT, b_NTq, module.num_embeddings)}
+
+
+def layer_norm(module: nn.LayerNorm, x: Tensor, grad: Tensor, num: int) -> Records:
+    """Small enough to be written out."""
+    normed = F.layer_norm(x, module.normalized_shape, eps=module.eps)
+    return _scale_and_shift(normed * grad, grad, math.prod(module.normalized_shape), num)
+
+
+def rms_norm(module: nn.RMSNorm, x: Tensor, grad: Tensor, num: int) -> Records:
+    """Small enough to be written out."""
+    normed = F.rms_norm(x, module.normalized_shape, eps=module.eps)
+    return {"weight": _scale_and_shift(normed * grad, grad, math.prod(module.normalized_shape), num)["weight"]}
+
+
+def group_norm(module: nn.GroupNorm, x: Tensor, grad: Tensor, num: int) -> Records:  # noqa: ARG001
+    """Small enough to be written out."""
+    normed = F.group_norm(x, module.num_groups, eps=module.eps)
+    channels = (*range(2, x.ndim),)
+    return {"weight": Rows(_summed(normed * grad, channels)), "bias": Rows(_summed(grad, channels))}
+
+
+HANDLERS: dict[type[nn.Module], Handler] = {
+    nn.Linear: linear,
+    nn.Conv1d: convolution,
+    nn.Conv2d: convolution,
+    nn.Embedding: embedding,
+    nn.LayerNorm: layer_norm,
+    nn.RMSNorm: rms_norm,
+    nn.GroupNorm: group_norm,
+}
+
+
+def handler_of(module: nn.Module) -> Handler | None:
+    """The handler of a module; None for one that must be differentiated once more."""
+    if isinstance(module, (nn.Conv1d, nn.Conv2d)) and (
+        module.padding_mode != "zeros" or isinstance(module.padding, str)
+    ):
+        return None
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
+        return None
+    return HANDLERS.get(type(module))
+
+
+def differentiated(module: nn.Module, args: Any, kwargs: Any, grads: list[Tensor | None], num: int) -> Records:
+    """Rows of any module that treats its examples one by one: its backward pass, run once for every example.
+
+    Whatever has `num` entries along the first dimension is taken to be one for each example.
+    """
+    params = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+    others = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad} | dict(
+        module.named_buffers()
+    )
+    leaves, spec = tree_flatten((args, {k: v for k, v in kwargs.items() if k != "attn_mask"}))
+    leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == num for leaf in leaves]
+    fixed = {"attn_mask": kwargs["attn_mask"]} if "attn_mask" in kwargs else {}
+    known = [grad is not None for grad in grads]
+
+    def pullback(examples: list[Tensor], cotangents: list[Tensor]) -> dict[str, Tensor]:
+        rest = iter(examples)
+        one = [next(rest)[None] if is_mapped else leaf for leaf, is_mapped in zip(leaves, mapped, strict=True)]
+        one_args, one_kwargs = tree_unflatten(one, spec)
+        if isinstance(module, nn.RNNBase):
+            one_args = (*one_args, _initial_state(module, one_args[0]))
+
+        def outputs(params: dict[str, Tensor]) -> list[Tensor]:
+            result = functional_call(module, (params, others), one_args, one_kwargs | fixed)
+            found = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+            return [leaf for leaf, wanted in zip(found, known, strict=True) if wanted]
+
+        pull: Any = vjp(outputs, params)[1]
+        gradient: dict[str, Tensor] = pull([cotangent[None] for cotangent in cotangents])[0]
+        return gradient
+
+    examples = [leaf for leaf, is_mapped in zip(leaves, mapped, strict=True) if is_mapped]
+    cotangents = [grad for grad in grads if grad is not None]
+    if isinstance(module, nn.RNNBase) and (len(args) > 1 or kwargs):
+        raise ValueError(
+            f"{type(module).__name__} is called with a state, which is not laid out example by example; let it begin "
+            "with none, or freeze it"
+        )
+    # What is fastest for a batch knows no batch of batches.
+    before = torch.backends.mkldnn.set_flags(_enabled=False)[0]
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            rows = vmap(pullback)(examples, cotangents)
+    finally:
+        torch.backends.mkldnn.set_flags(_enabled=before)
+    return {name: Rows(row.flatten(1)) for name, row in rows.items()}
+
+
+def _initial_state(module: nn.RNNBase, x: Tensor) -> Any:
+    """Zeros, as without a state; but of this example, where those the module makes would belong to none."""
+    layers = module.num_layers * (2 if module.bidirectional else 1)
+    zero = 0 * x.flatten()[0]
+    h = zero + x.new_zeros(layers, 1, getattr(module, "proj_size", 0) or module.hidden_size)
+    return (h, zero + x.new_zeros(layers, 1, module.hidden_size)) if isinstance(module, nn.LSTM) else h
+
+
+def _by_example(x: Tensor, num: int) -> Tensor:
+    """`N x T x features`. A batch flattened into `N * T` rows, example by example, is taken apart again."""
+    return x.reshape(num, -1, x.shape[-1])
+
+
+def _bias(module: Any, b_NTq: Tensor) -> Records:
+    return {} if module.bias is None else {"bias": Rows(b_NTq.sum(1))}
+
+
+def _scale_and_shift(scaled: Tensor, grad: Tensor, numel: int, num: int) -> Records:
+    return {
+        "weight": Rows(scaled.reshape(num, -1, numel).sum(1)),
+        "bias": Rows(grad.reshape(num, -1, numel).sum(1)),
+    }
+
+
+def _summed(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return x.sum(dims) if dims else x

@@ -1,0 +1,255 @@
+"""What a backward pass knows of each example's gradient of one parameter, and what can be computed from it.
+
+A linear layer with inputs `a` and output gradients `b` has, for example `i`, the gradient `sum_t outer(b_it, a_it)`.
+Inner products of such gradients, inner products with a matrix `R`, and weighted sums of them need `a` and `b` only.
+Three forms cover every layer:
+
+    Matrix   factors `a` and `b`, as above
+    Lookup   the same for an embedding, whose `a` says which row of the table was used
+    Rows     the gradients themselves, where they are small, or where there is no other way
+
+A difference of two gradients is again a gradient of the same form, with the factors of both along the time axis.
+
+Shapes: `N` examples, `T` positions, `p` inputs, `q` outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+MOST_NUMBERS = 1 << 24  # of rows that are formed at a time, on their way to inner products
+
+Self = TypeVar("Self", bound="Record")
+
+
+class Record(Protocol):
+    """Gradients of `N` examples with respect to one parameter."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it consists of; the first dimension of each is that of the examples."""
+
+    def like(self: Self, tensors: tuple[Tensor, ...]) -> Self:
+        """The same with other tensors."""
+
+    def negated(self: Self) -> Self: ...
+
+    def scaled(self: Self, factor: float) -> Self: ...
+
+    def rows(self) -> Tensor:
+        """`N x numel`: the gradients, written out."""
+
+    def gram(self) -> Tensor:
+        """`N x N` inner products."""
+
+    def dots(self, r: Tensor) -> Tensor:
+        """Inner products with `r`, which has the shape of the parameter."""
+
+    def add_to(self, r: Tensor, weights_N: Tensor) -> None:
+        """Add the gradients, each times its weight, to `r`. An example of weight 0 may be anything."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Gradients as rows."""
+
+    rows_ND: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.rows_ND,)
+
+    def like(self, tensors: tuple[Tensor, ...]) -> Rows:
+        return Rows(*tensors)
+
+    def negated(self) -> Rows:
+        return Rows(-self.rows_ND)
+
+    def scaled(self, factor: float) -> Rows:
+        return Rows(self.rows_ND * factor)
+
+    def rows(self) -> Tensor:
+        return self.rows_ND
+
+    def gram(self) -> Tensor:
+        return self.rows_ND @ self.rows_ND.T
+
+    def dots(self, r: Tensor) -> Tensor:
+        return self.rows_ND @ r.reshape(-1)
+
+    def add_to(self, r: Tensor, weights_N: Tensor) -> None:
+        r.view(-1).addmv_(_kept(self.rows_ND, weights_N).T, weights_N)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Gradients `sum_t outer(b_t, a_t)` of a `q x p` parameter."""
+
+    a_NTp: Tensor
+    b_NTq: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.a_NTp, self.b_NTq)
+
+    def like(self, tensors: tuple[Tensor, ...]) -> Matrix:
+        return Matrix(*tensors)
+
+    def negated(self) -> Matrix:
+        return Matrix(self.a_NTp, -self.b_NTq)
+
+    def scaled(self, factor: float) -> Matrix:
+        return Matrix(self.a_NTp, self.b_NTq * factor)
+
+    def rows(self) -> Tensor:
+        return (self.b_NTq.mT @ self.a_NTp).flatten(1)
+
+    def compact(self) -> Matrix | Rows:
+        """As rows, if these take fewer numbers than the factors."""
+        (_, positions, p), q = self.a_NTp.shape, self.b_NTq.shape[2]
+        return Rows(self.rows()) if p * q <= positions * (p + q) else self
+
+    def prefers_factors(self) -> bool:
+        """Whether inner products of factors cost less than forming rows and multiplying these."""
+        (num, positions, p), q = self.a_NTp.shape, self.b_NTq.shape[2]
+        return num * positions**2 * (p + q) <= (positions + num) * p * q
+
+    def gram(self) -> Tensor:
+        num, positions, _ = self.a_NTp.shape
+        if self.prefers_factors():
+            a, b = self.a_NTp.flatten(0, 1), self.b_NTq.flatten(0, 1)
+            return ((a @ a.T) * (b @ b.T)).view(num, positions, num, positions).sum((1, 3))
+        gram_NN = self.a_NTp.new_zeros(num, num)
+        width = max(1, MOST_NUMBERS // (num * self.a_NTp.shape[2]))
+        for b_NTw in self.b_NTq.split(width, dim=2):  # some outputs at a time: rows of the whole layer may not fit
+            some_ND = (b_NTw.mT @ self.a_NTp).flatten(1)
+            gram_NN.addmm_(some_ND, some_ND.T)
+        return gram_NN
+
+    def dots(self, r: Tensor) -> Tensor:
+        r = r.view(self.b_NTq.shape[2], -1)  # a convolution's is of more dimensions
+        # The longer side goes through `r`, whichever that is; the cost is the same, the memory is not.
+        if self.a_NTp.shape[2] <= self.b_NTq.shape[2]:
+            return ((self.b_NTq @ r) * self.a_NTp).sum((1, 2))
+        return ((self.a_NTp @ r.T) * self.b_NTq).sum((1, 2))
+
+    def add_to(self, r: Tensor, weights_N: Tensor) -> None:
+        a, b = _kept(self.a_NTp, weights_N), _kept(self.b_NTq, weights_N)
+        r.view(b.shape[2], -1).addmm_((b * weights_N[:, None, None]).flatten(0, 1).T, a.flatten(0, 1))
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Gradients of a `num_rows x q` table of which position `t` used row `index_t`."""
+
+    index_NT: Tensor
+    b_NTq: Tensor
+    num_rows: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.index_NT, self.b_NTq)
+
+    def like(self, tensors: tuple[Tensor, ...]) -> Lookup:
+        index_NT, b_NTq = tensors
+        return Lookup(index_NT, b_NTq, self.num_rows)
+
+    def negated(self) -> Lookup:
+        return Lookup(self.index_NT, -self.b_NTq, self.num_rows)
+
+    def scaled(self, factor: float) -> Lookup:
+        return Lookup(self.index_NT, self.b_NTq * factor, self.num_rows)
+
+    def rows(self) -> Tensor:
+        return self._dense(self.index_NT, self.num_rows).flatten(1)
+
+    def as_matrix(self) -> Matrix:
+        """For a table that is also the weight of a linear layer, whose output it then is."""
+        used_NTV = torch.nn.functional.one_hot(self.index_NT, self.num_rows).to(self.b_NTq.dtype)
+        return Matrix(self.b_NTq, used_NTV)
+
+    def gram(self) -> Tensor:
+        num, q = len(self.index_NT), self.b_NTq.shape[2]
+        tokens, place_NT = torch.unique(self.index_NT, return_inverse=True)
+        gram_NN = self.b_NTq.new_zeros(num, num)
+        width = max(1, MOST_NUMBERS // (num * q))
+        for start in range(0, len(tokens), width):  # some tokens at a time
+            inside = (place_NT >= start) & (place_NT < start + width)
+            some_ND = self._dense(torch.where(inside, place_NT - start, width), width + 1)[:, :-1].flatten(1)
+            gram_NN.addmm_(some_ND, some_ND.T)
+        return gram_NN
+
+    def dots(self, r: Tensor) -> Tensor:
+        return (r[self.index_NT] * self.b_NTq).sum((1, 2))
+
+    def add_to(self, r: Tensor, weights_N: Tensor) -> None:
+        weighted = _kept(self.b_NTq, weights_N) * weights_N[:, None, None]
+        r.index_add_(0, self.index_NT.flatten(), weighted.flatten(0, 1))
+
+    def _dense(self, index_NT: Tensor, num_rows: int) -> Tensor:
+        num, _, q = self.b_NTq.shape
+        offset_N1 = torch.arange(num, device=index_NT.device)[:, None] * num_rows
+        flat = self.b_NTq.new_zeros(num * num_rows, q)
+        flat.index_add_(0, (index_NT + offset_N1).flatten(), self.b_NTq.flatten(0, 1))
+        return flat.view(num, num_rows, q)
+
+
+def total(records: list[Record]) -> Record:
+    """The gradients of a parameter that was used several times: their sum."""
+    if len(records) == 1:
+        return records[0]
+    kinds = {type(record) for record in records}
+    if kinds == {Matrix, Lookup}:
+        records = [record.as_matrix() if isinstance(record, Lookup) else record for record in records]
+    elif len(kinds) > 1 or kinds == {Rows}:
+        return Rows(sum((record.rows() for record in records[1:]), records[0].rows()))
+    return records[0].like(tuple(torch.cat(parts, dim=1) for parts in zip(*(r.tensors for r in records), strict=True)))
+
+
+def stacked(records: list[Record]) -> Record:
+    """The examples of several records, one after the other."""
+    if len(records) == 1:
+        return records[0]
+    if len({type(record) for record in records}) > 1:
+        return Rows(torch.cat([record.rows() for record in records]))
+    if not isinstance(records[0], Rows):
+        # Sequences of unequal length: positions that are not there have no gradient.
+        longest = max(record.tensors[0].shape[1] for record in records)
+        records = [_lengthened(record, longest) for record in records]
+    return records[0].like(tuple(torch.cat(parts) for parts in zip(*(r.tensors for r in records), strict=True)))
+
+
+def taken(record: Record, index: Tensor) -> Record:
+    """Some of the examples."""
+    return record.like(tuple(tensor[index] for tensor in record.tensors))
+
+
+def written_out(records: dict[str, Record], shapes: dict[str, torch.Size]) -> Tensor:
+    """One row for every example, parameters in the order of `shapes`; one without a gradient counts as zero."""
+    some = next(iter(records.values())).rows()
+    return torch.cat(
+        [
+            records[name].rows() if name in records else some.new_zeros(len(some), shape.numel())
+            for name, shape in shapes.items()
+        ],
+        dim=1,
+    )
+
+
+def _lengthened(record: Record, positions: int) -> Record:
+    missing = positions - record.tensors[0].shape[1]
+    if missing == 0:
+        return record
+    return record.like(tuple(pad(t, (0, 0) * (t.ndim - 2) + (0, missing)) for t in record.tensors))
+
+
+def _kept(tensor: Tensor, weights_N: Tensor) -> Tensor:
+    """Zero where the weight is: zero times something that is not finite is not zero."""
+    if tensor.device.type == "cpu" and bool(weights_N.all()):
+        return tensor
+    return torch.where((weights_N != 0).view(-1, *[1] * (tensor.ndim - 1)), tensor, 0.0)

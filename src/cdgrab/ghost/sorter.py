@@ -1,0 +1,182 @@
+"""PairBalance on records: signs from inner products of factors, and never a row.
+
+Examples of two turns make the pairs. A pair's difference is a record with the factors of both; its table comes from the
+parameters one by one, and so does the update of the running sum, which has the shape of the model.
+
+Memory: the running sum, and the factors of one turn between two steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdgrab.balance.rules import Rule
+from cdgrab.balance.tables import decide
+from cdgrab.balance.tally import Tally
+from cdgrab.decisions import Decisions
+from cdgrab.exchange.base import BoolArray
+from cdgrab.ghost.records import Lookup, Matrix, Record, Rows, stacked, taken, total
+from cdgrab.units import IntArray
+
+Batch = dict[str, Record]  # by the name of the parameter
+_KINDS: dict[str, type[Any]] = {"Rows": Rows, "Matrix": Matrix, "Lookup": Lookup}
+
+
+def difference(first: Batch, second: Batch) -> Batch:
+    """Example by example. A parameter that one of them does not have got no gradient there."""
+    made = {}
+    for name in first | second:
+        parts = [first[name]] if name in first else []
+        if name in second:
+            parts.append(second[name].negated())
+        made[name] = total(parts)
+    return made
+
+
+def table(batch: Batch, running_sum: dict[str, Tensor]) -> Tensor:
+    """`K x (K + 1)`: inner products of the records with each other and with the running sum, in float64."""
+    parts = []
+    for name, record in batch.items():
+        products_KK = record.gram().double()
+        parts.append(torch.cat([products_KK, record.dots(running_sum[name]).double()[:, None]], dim=1))
+    return torch.stack(parts).sum(0)
+
+
+class GhostPairs:
+    """A sorter whose rows are records. Shapes: `W` workers, all in this process, `m` turns in a step."""
+
+    def __init__(self, num_workers: int, rule: Rule) -> None:
+        self._num_workers = num_workers
+        self._rule = rule
+        self._tally = Tally()
+        self.running_sum: dict[str, Tensor] = {}
+        self._held: Batch | None = None  # the first of each pair, until the second comes
+        self._held_W = np.zeros(num_workers, dtype=bool)  # whose was a unit
+        self.decisions = Decisions()
+
+    def add(self, batch: Batch, shapes: dict[str, torch.Size], counts_mW: BoolArray) -> None:
+        """Take the records of a step, worker by worker; `counts_mW` says which of them are units."""
+        turns, workers = counts_mW.shape
+        turn_of = [torch.arange(workers) * turns + turn for turn in range(turns)]
+        self._make_room(batch, shapes)
+        start = 0
+        firsts, seconds, counts = [], [], []
+        if self._held is not None:
+            firsts, seconds, counts = [self._held], [self._pick(batch, turn_of[0])], [self._held_W & counts_mW[0]]
+            self._alone(self._held_W ^ counts_mW[0])
+            self._held, start = None, 1
+        whole = start + (turns - start) // 2 * 2
+        for turn in range(start, whole, 2):
+            firsts.append(self._pick(batch, turn_of[turn]))
+            seconds.append(self._pick(batch, turn_of[turn + 1]))
+            counts.append(counts_mW[turn] & counts_mW[turn + 1])
+            self._alone(counts_mW[turn] ^ counts_mW[turn + 1])
+        if firsts:
+            pairs = [difference(first, second) for first, second in zip(firsts, seconds, strict=True)]
+            names = {name for pair in pairs for name in pair}
+            self._balance({name: stacked([pair[name] for pair in pairs]) for name in names}, np.concatenate(counts))
+        if whole < turns:
+            self._held = {name: _copied(record) for name, record in self._pick(batch, turn_of[whole]).items()}
+            self._held_W = counts_mW[whole]
+
+    def _pick(self, batch: Batch, index: Tensor) -> Batch:
+        """The examples of one turn."""
+        if len(index) == len(next(iter(batch.values())).tensors[0]):
+            return batch
+        return {name: taken(record, index.to(record.tensors[0].device)) for name, record in batch.items()}
+
+    def _alone(self, alone_W: BoolArray) -> None:
+        """Units whose partner is none stay in the middle."""
+        workers = np.flatnonzero(alone_W)
+        self.decisions.append(workers, np.zeros(len(workers), dtype=np.int8))
+
+    def _balance(self, pairs: Batch, active_K: BoolArray) -> None:
+        index = np.flatnonzero(active_K)
+        if not len(index):
+            return
+        if not active_K.all():
+            pairs = {name: taken(record, torch.from_numpy(index)) for name, record in pairs.items()}
+        decided_4K = decide(table(pairs, self.running_sum), self._rule)
+        for name, record in pairs.items():
+            running_sum = self.running_sum[name]
+            record.add_to(running_sum, decided_4K[1].to(running_sum.dtype))
+        self._tally.add_decided(decided_4K)
+        self.decisions.append_pairs(index % self._num_workers, decided_4K[0])
+
+    def _make_room(self, batch: Batch, shapes: dict[str, torch.Size]) -> None:
+        for name, record in batch.items():
+            like = record.tensors[-1]
+            if name not in self.running_sum:
+                self.running_sum[name] = like.new_zeros(shapes[name])
+            elif self.running_sum[name].device != like.device:  # a loaded state follows the model
+                self.running_sum[name] = self.running_sum[name].to(like.device)
+        if self._held is not None:
+            device = like.device
+            self._held = {
+                name: record.like(tuple(tensor.to(device) for tensor in record.tensors))
+                for name, record in self._held.items()
+            }
+
+    # Sorter
+
+    def start_epoch(self, epoch: int, visits: IntArray) -> None:
+        self._held = None
+        self.decisions = Decisions()
+        self._tally = Tally()
+        for running_sum in self.running_sum.values():
+            running_sum.zero_()
+        self._rule.start_epoch(epoch, int((visits // 2).sum()))
+
+    def close(self) -> None:
+        pass
+
+    def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray) -> IntArray:
+        return self.decisions.arrange(worker, visited_N, unvisited_M)
+
+    def tallies(self) -> list[Tally]:
+        return [self._tally.settled()]
+
+    def state_dict(self) -> dict[str, Any]:
+        held = None
+        if self._held is not None:
+            held = {
+                name: {
+                    "kind": type(record).__name__,
+                    "tensors": [tensor.clone() for tensor in record.tensors],
+                    "num_rows": record.num_rows if isinstance(record, Lookup) else 0,
+                }
+                for name, record in self._held.items()
+            }
+        return {
+            "held": held,
+            "held_workers": torch.from_numpy(self._held_W.copy()),
+            "running_sum": {name: tensor.clone() for name, tensor in self.running_sum.items()},
+            "decisions": self.decisions.state_dict(),
+            "tally": asdict(self._tally.settled()),
+            "rule": self._rule.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._held = None
+        if state["held"] is not None:
+            self._held = {
+                name: _KINDS[kept["kind"]](
+                    *(tensor.clone() for tensor in kept["tensors"]), *[kept["num_rows"]] * (kept["kind"] == "Lookup")
+                )
+                for name, kept in state["held"].items()
+            }
+        self._held_W = state["held_workers"].cpu().numpy().copy()
+        self.running_sum = {name: tensor.clone() for name, tensor in state["running_sum"].items()}
+        self.decisions.load_state_dict(state["decisions"])
+        self._tally = Tally(**state["tally"])
+        self._rule.load_state_dict(state["rule"])
+
+
+def _copied(record: Record) -> Record:
+    """What is kept until the next step must not change with the caller's buffers."""
+    return record.like(tuple(tensor.clone() for tensor in record.tensors))

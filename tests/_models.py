@@ -1,0 +1,137 @@
+"""Models whose gradients are taken apart by example."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from _inputs import randn
+
+
+class Lenet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 6, 5), nn.Conv2d(6, 16, 5, padding=1, stride=2, groups=2)
+        self.fc1, self.fc2 = nn.Linear(16, 40), nn.Linear(40, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.max_pool2d(torch.relu(self.conv1(x)), 2)
+        x = torch.relu(self.conv2(x)).flatten(1)
+        return self.fc2(torch.relu(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+class LanguageModel(nn.Module):
+    """Embeddings, two blocks, and a head that may share the table of the embeddings."""
+
+    def __init__(self, *, tied: bool, vocabulary: int = 11, width: int = 12) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.positions = nn.Embedding(9, width)
+        self.blocks = nn.Sequential(Block(width), Block(width))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, index: Tensor) -> Tensor:
+        places = torch.arange(index.shape[1]).expand_as(index)
+        return self.head(self.blocks(self.tokens(index) + self.positions(places))).mT  # type: ignore[no-any-return]
+
+
+class UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(torch.tanh(self.inner(x)))))  # type: ignore[no-any-return]
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a small trainable correction of low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(6, 5).requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.lstm(x)[0][:, -1])  # type: ignore[no-any-return]
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.out = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.attention(x, x, x, need_weights=False)[0].mean(1))  # type: ignore[no-any-return]
+
+
+class Scale(nn.Module):
+    """A layer nobody has heard of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _vectors(num: int, seed: int) -> tuple[Tensor, Tensor]:
+    return randn(num, 6, seed=seed), torch.arange(num) % 5
+
+
+def _images(num: int, seed: int) -> tuple[Tensor, Tensor]:
+    return randn(num, 3, 12, 12, seed=seed), torch.arange(num) % 5
+
+
+def _tokens(num: int, seed: int) -> tuple[Tensor, Tensor]:
+    index = torch.randint(0, 11, (num, 8), generator=torch.Generator().manual_seed(seed))
+    return index[:, :-1], index[:, 1:]
+
+
+def _sequences(width: int, num: int, seed: int) -> tuple[Tensor, Tensor]:
+    return randn(num, 7, width, seed=seed), torch.arange(num) % 5
+
+
+# Name: how to make the model, and how to make inputs and targets for `num` examples.
+MODELS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 5)), _vectors),
+    "lenet": (Lenet, _images),
+    "transformer": (lambda: LanguageModel(tied=False), _tokens),
+    "tied": (lambda: LanguageModel(tied=True), _tokens),
+    "used twice": (UsedTwice, _vectors),
+    "adapters": (Adapted, _vectors),
+    "normed": (
+        lambda: nn.Sequential(
+            nn.Conv1d(7, 8, 3, padding=1, dilation=2), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(16, 5)
+        ),
+        lambda num, seed: _sequences(4, num, seed),
+    ),
+    "lstm": (Recurrent, lambda num, seed: _sequences(4, num, seed)),
+    "attention": (Attending, lambda num, seed: _sequences(8, num, seed)),
+    "unknown": (lambda: nn.Sequential(Scale(), nn.Linear(6, 5)), _vectors),
+}

@@ -1,0 +1,139 @@
+"""Records of a backward pass against the gradients of every example alone, the slow and obvious way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from _inputs import randn
+from _models import MODELS
+from cdgrab import Ordering, World, flat_grad
+from cdgrab.balance.rules import Greedy
+from cdgrab.ghost import Matrix, Record
+from cdgrab.ghost.records import written_out
+from cdgrab.ghost.sorter import GhostPairs, difference, table
+from cdgrab.hooks.ghost import ExampleAttachment
+
+DTYPES = [torch.float64, torch.float32]
+
+
+def build(name: str, num: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
+    make: Any
+    data: Any
+    make, data = MODELS[name]
+    torch.manual_seed(1)
+    model: nn.Module = make().to(dtype)
+    x, y = data(num, seed)
+    return model, x.to(dtype) if x.is_floating_point() else x, y
+
+
+def one_by_one(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The gradient of every example, by as many backward passes."""
+    rows = []
+    for i in range(len(x)):
+        model.zero_grad()
+        cross_entropy(model(x[i : i + 1]), y[i : i + 1]).backward()
+        rows.append(flat_grad(model))
+    model.zero_grad()
+    return torch.stack(rows)
+
+
+def recorded(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> tuple[dict[str, Record], Any]:
+    ordering = Ordering(len(x), batch_size=len(x), unit_size=1, order="rr")
+    caught: list[Any] = []
+    attachment = ExampleAttachment(ordering, model, lambda *found: caught.append(found), mean=reduction == "mean")
+    cross_entropy(model(x), y, reduction=reduction).backward()
+    attachment.detach()
+    [(records, shapes)] = caught
+    return records, shapes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_rows(name: str, dtype: torch.dtype) -> None:
+    model, x, y = build(name, 6, dtype)
+    expected = one_by_one(model, x, y)
+    found = written_out(*recorded(model, x, y))
+    torch.testing.assert_close(found, expected, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-6)
+    plain = flat_grad(model)  # and the backward pass itself was not disturbed
+    torch.testing.assert_close(plain, expected.mean(0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_sum_losses(name: str) -> None:
+    model, x, y = build(name, 4)
+    rows = written_out(*recorded(model, x, y, reduction="sum"))
+    scale = y[0].numel()  # the loss of an example alone is the mean over its own tokens
+    torch.testing.assert_close(rows, scale * one_by_one(model, x, y))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_tables_and_running_sums(name: str, dtype: torch.dtype) -> None:
+    """Of differences, as they are balanced: inner products, and what is added to the running sum."""
+    model, x, y = build(name, 12, dtype)
+    (first, shapes), (second, _) = recorded(model, x[:6], y[:6]), recorded(model, x[6:], y[6:])
+    rows = one_by_one(model, x, y)
+    differences = (rows[:6] - rows[6:]).double()
+    running_sum = {key: randn(*shape, seed=3, dtype=dtype) for key, shape in shapes.items()}
+    flat = torch.cat([part.flatten() for part in running_sum.values()]).double()
+    expected = torch.cat([differences @ differences.T, (differences @ flat)[:, None]], dim=1)
+    pairs = difference(first, second)
+    rtol, atol = (1e-9, 1e-9) if dtype == torch.float64 else (1e-3, 1e-4)
+    torch.testing.assert_close(table(pairs, running_sum), expected, rtol=rtol, atol=atol)
+    weights = torch.tensor([1.0, -1, 0, 1, -1, -1], dtype=dtype)
+    for key, record in pairs.items():
+        record.add_to(running_sum[key], weights)
+    moved = torch.cat([part.flatten() for part in running_sum.values()]).double()
+    torch.testing.assert_close(moved, flat + weights.double() @ differences, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("positions", [1, 2, 9, 40])
+def test_both_ways_to_a_gram_matrix(positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Matrix(randn(5, positions, 7, dtype=torch.float64), randn(5, positions, 11, seed=1, dtype=torch.float64))
+    expected = record.rows() @ record.rows().T
+    for factors in (True, False):
+        monkeypatch.setattr(Matrix, "prefers_factors", lambda _, factors=factors: factors)
+        torch.testing.assert_close(record.gram(), expected)
+        monkeypatch.setattr("cdgrab.ghost.records.MOST_NUMBERS", 100)  # some outputs at a time
+        torch.testing.assert_close(record.gram(), expected)
+
+
+@pytest.mark.parametrize(("workers", "per_step"), [(1, 4), (4, 4), (3, 6), (2, 6)])
+@pytest.mark.parametrize("name", ["mlp", "lenet", "transformer", "tied"])
+def test_orders_are_those_of_rows(name: str, workers: int, per_step: int) -> None:
+    """Two epochs of training, one ordering fed with records, one with rows; also where the last batch is short."""
+    orders = []
+    for source in ("ghost", "rows"):
+        model, x, y = build(name, 26)
+        ordering = Ordering(26, batch_size=per_step, unit_size=1, world=World.simulated(workers), seed=3)
+        if source == "ghost":
+            ordering.attach(model, source="ghost")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        while ordering.epoch < 2:
+            batch = torch.from_numpy(ordering.remaining()[:per_step])
+            rows = one_by_one(model, x[batch], y[batch]) if source == "rows" else None
+            optimizer.zero_grad()
+            cross_entropy(model(x[batch]), y[batch]).backward()
+            if rows is not None:
+                ordering.observe(rows)
+            optimizer.step()
+        orders.append([order.tolist() for order in ordering.orders])
+        assert ordering.metrics()["seconds"] > 0
+    assert orders[0] == orders[1]
+
+
+def test_a_gradient_that_is_not_finite_leaves_no_trace() -> None:
+    model, x, y = build("mlp", 8)
+    x[2] = torch.nan
+    records, shapes = recorded(model, x, y)
+    sorter = GhostPairs(4, Greedy())
+    sorter.start_epoch(0, np.full(4, 2))
+    sorter.add(records, shapes, np.ones((2, 4), dtype=bool))
+    assert sorter.tallies()[0].nonfinite == 1
+    assert all(bool(part.isfinite().all()) for part in sorter.running_sum.values())

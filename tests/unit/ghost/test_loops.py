@@ -1,0 +1,216 @@
+"""What people do in training loops, with gradients of single examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from _inputs import randn
+from cdgrab import Ordering, World, per_example_grads
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 4)).double()
+
+
+X, Y = randn(24, 6, dtype=torch.float64), torch.arange(24) % 4
+
+
+def train(net: nn.Module, ordering: Ordering, epochs: int = 2, **options: Any) -> list[list[int]]:
+    """The loop; returns the orders it went through."""
+    loader = DataLoader(TensorDataset(X, Y), batch_size=ordering.batch_size, sampler=ordering.sampler)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    orders = []
+    for epoch in range(epochs):
+        ordering.sampler.set_epoch(epoch)
+        for step, (x, y) in enumerate(loader):
+            if options.get("buffer") is not None:
+                options["buffer"][: len(x)] = x
+                x = options["buffer"][: len(x)]
+            outputs = checkpoint(net, x, use_reentrant=False) if options.get("checkpointed") else net(x)
+            cross_entropy(outputs, y).backward()
+            if options.get("clip"):
+                nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            if options.get("accumulate", 1) == 1 or step % options["accumulate"] == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+            if options.get("evaluate"):
+                with torch.no_grad():
+                    net(X)
+                net(X[:3]).sum()  # nobody calls backward
+        orders.append(ordering.order.tolist())
+    return orders
+
+
+def attached(**options: Any) -> list[list[int]]:
+    net = model()
+    ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)
+    ordering.attach(net, source="ghost")
+    return train(net, ordering, **options)
+
+
+class Observed(nn.Module):
+    """Computes rows with `per_example_grads` and observes them, beside an ordinary forward pass."""
+
+    def __init__(self, net: nn.Module, ordering: Ordering) -> None:
+        super().__init__()
+        self.net, self.ordering = net, ordering
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([Y[(row == X).all(1)] for row in x])
+        self.ordering.observe(per_example_grads(self.net, cross_entropy, x, y))
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+def by_hand(**options: Any) -> list[list[int]]:
+    net = model()
+    ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)
+    return train(Observed(net, ordering), ordering, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": True}, {"accumulate": 2}], ids=str)
+def test_orders_are_those_of_rows(options: dict[str, Any]) -> None:
+    assert attached(**options) == by_hand(**options)
+
+
+def test_evaluation_checkpointing_and_reused_buffers_change_nothing() -> None:
+    expected = attached()
+    assert attached(evaluate=True) == expected
+    assert attached(checkpointed=True) == expected
+    assert attached(buffer=torch.zeros(4, 6, dtype=torch.float64)) == expected
+
+
+def test_autocast() -> None:
+    net = model().float()
+    ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4))
+    ordering.attach(net, source="ghost")
+    for start in range(0, 24, 4):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = net(X[start : start + 4].float())
+        cross_entropy(outputs.float(), Y[start : start + 4]).backward()
+    assert ordering.epoch == 1
+    assert sorted(ordering.order.tolist()) == list(range(24))
+    assert 0 < ordering.metrics()["imbalance"] < 2
+
+
+def test_sources_agree_and_detach_ends_it() -> None:
+    orders = []
+    for source in ("ghost", "per_example"):
+        net = model()
+        ordering = Ordering(24, batch_size=6, unit_size=1, world=World.simulated(3))
+        ordering.attach(net, source=source)
+        orders.append(train(net, ordering))
+        ordering.detach()
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_resume_in_the_middle(steps: int) -> None:
+    def fresh() -> tuple[nn.Module, Ordering]:
+        net = model()
+        ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)
+        ordering.attach(net, source="ghost")
+        return net, ordering
+
+    def step(net: nn.Module, ordering: Ordering) -> None:
+        batch = torch.from_numpy(ordering.remaining()[:4])
+        cross_entropy(net(X[batch]), Y[batch]).backward()
+
+    net, straight = fresh()
+    for _ in range(steps):
+        step(net, straight)
+    other, resumed = fresh()
+    resumed.load_state_dict(straight.state_dict())
+    for _ in range(6):
+        step(net, straight)
+        step(other, resumed)
+    assert straight.order.tolist() == resumed.order.tolist()
+    with pytest.raises(ValueError, match="attach the model before loading"):
+        Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2).load_state_dict(straight.state_dict())
+
+
+def test_a_backward_pass_that_breaks_off_leaves_nothing_behind() -> None:
+    net = model()
+    ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)
+    ordering.attach(net, source="ghost")
+    hidden = net[0](X[:4])  # type: ignore[index]
+    hidden.register_hook(_raise)
+    with pytest.raises(RuntimeError, match="broken"):
+        net[2](hidden).sum().backward()  # type: ignore[index]
+    assert train(net, ordering) == attached()
+
+
+def _raise(_: Tensor) -> None:
+    raise RuntimeError("broken")
+
+
+def test_the_plan() -> None:
+    net = nn.ModuleDict({"words": nn.Embedding(10, 4), "rnn": nn.LSTM(4, 5, batch_first=True), "out": nn.Linear(5, 2)})
+    net["words"].requires_grad_(False)
+    lines = Ordering(4, batch_size=2, unit_size=1).explain(net).splitlines()
+    assert [line.split()[:3] for line in lines[1:]] == [["rnn", "LSTM", "220"], ["out", "Linear", "12"]]
+    assert "once more" in lines[1]
+
+
+class Loose(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3))
+        self.inner = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), r"layer '1' \(BatchNorm1d\) mixes.*GroupNorm"),
+        (Loose(), r"the model \(Loose\) has layers inside and uses the parameter 'shift' itself"),
+        (nn.Sequential(nn.LSTM(3, 3)), r"layer '0' \(LSTM\) must be made with batch_first=True"),
+        (nn.Sequential(nn.MultiheadAttention(4, 2, 0.1, batch_first=True)), "layer '0'.*has dropout inside"),
+        (nn.Linear(2, 2).requires_grad_(False), "no trainable parameter"),
+    ],
+)
+def test_models_that_cannot_be_served(net: nn.Module, message: str) -> None:
+    ordering = Ordering(8, batch_size=4, unit_size=1)
+    with pytest.raises(ValueError, match=message):
+        ordering.attach(net, source="ghost")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_is_refused() -> None:
+    compiled: Any = torch.compile(model())
+    with pytest.raises(ValueError, match="the model is compiled"):
+        Ordering(8, batch_size=4, unit_size=1).attach(compiled, source="ghost")
+
+
+def test_bad_arguments() -> None:
+    ordering = Ordering(8, batch_size=4, unit_size=1)
+    for arguments, message in [
+        ({"source": "magic"}, "unknown source 'magic'; choose one of batch, ghost, per_example"),
+        ({"source": "ghost", "reduction": "none"}, "reduction is 'none'; say 'mean' or 'sum'"),
+        ({}, "source='ghost'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ordering.attach(model(), **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unit_size is 4; make the ordering with unit_size=1"):
+        Ordering(8, batch_size=4).attach(model(), source="ghost")
+    with pytest.raises(ValueError, match="use order 'cd-grab', or source 'per_example'"):
+        Ordering(8, batch_size=4, unit_size=1, order="grab").attach(model(), source="ghost")
+    ordering.observe(randn(4, 3))
+    with pytest.raises(ValueError, match="attach the model before the first batch"):
+        ordering.attach(model(), source="ghost")
+
+
+def test_batches_that_do_not_come_first() -> None:
+    net = nn.Linear(6, 4)
+    ordering = Ordering(8, batch_size=4, unit_size=1)
+    ordering.attach(net, source="ghost")
+    with pytest.raises(ValueError, match=r"layer '' \(Linear\) has outputs of shape \(7, 4, 4\).*batch_first"):
+        net(torch.randn(7, 4, 6)).sum().backward()
