@@ -35,20 +35,38 @@ def linear(module: nn.Linear, x: Tensor, grad: Tensor, num: int) -> Records:
 
 def convolution(module: nn.Conv1d | nn.Conv2d, x: Tensor, grad: Tensor, num: int) -> Records:  # noqa: ARG001
     """A linear layer on patches."""
-    sizes: list[Any]
+    kernel: Any
+    padding: Any
     if isinstance(module, nn.Conv1d):
         x, grad = x[:, :, None], grad[:, :, None]
-        sizes = [(1, *module.kernel_size), (1, *module.dilation), (0, *module.padding), (1, *module.stride)]
+        kernel, dilation, padding, stride = (
+            (size, *sizes)
+            for size, sizes in zip(
+                (1, 1, 0, 1), (module.kernel_size, module.dilation, module.padding, module.stride), strict=True
+            )
+        )
     else:
-        sizes = [module.kernel_size, module.dilation, module.padding, module.stride]
-    patches_NPL = F.unfold(x, *sizes)
-    b_NqL = grad.flatten(2)
-    if module.groups == 1:
-        weight: Record = Matrix(patches_NPL.mT, b_NqL.mT).compact()
+        kernel, dilation, padding, stride = module.kernel_size, module.dilation, module.padding, module.stride
+    positions, p, q = grad[0, 0].numel(), x.shape[1] * math.prod(kernel), grad.shape[1]
+    weight: Record
+    if module.groups > 1:
+        a = F.unfold(x, kernel, dilation, padding, stride).unflatten(1, (module.groups, -1))
+        weight = Rows((grad.flatten(2).unflatten(1, (module.groups, -1)) @ a.mT).flatten(1))
+    elif p * q <= positions * (p + q):
+        weight = Rows(_weight_gradients(x, grad, kernel, dilation, padding, stride))
     else:
-        a = patches_NPL.unflatten(1, (module.groups, -1))
-        weight = Rows((b_NqL.unflatten(1, (module.groups, -1)) @ a.mT).flatten(1))
-    return {"weight": weight, **_bias(module, b_NqL.mT)}
+        weight = Matrix(F.unfold(x, kernel, dilation, padding, stride).mT, grad.flatten(2).mT)
+    return {"weight": weight, **({} if module.bias is None else {"bias": Rows(grad.flatten(2).sum(2))})}
+
+
+def _weight_gradients(x: Tensor, grad: Tensor, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Tensor:
+    """Every example's own: a convolution of its input with its output gradient, all examples in one call."""
+    (num, channels), outputs = x.shape[:2], grad.shape[1]
+    filters = grad.reshape(num * outputs, 1, *grad.shape[2:])
+    found = F.conv2d(x.transpose(0, 1), filters, None, dilation, padding, stride, num)
+    # Input that no filter position reaches makes it longer than the kernel.
+    found = found[:, :, : kernel[0], : kernel[1]].reshape(channels, num, outputs, *kernel)
+    return found.permute(1, 2, 0, 3, 4).flatten(1)
 
 
 def embedding(module: nn.Embedding, x: Tensor, grad: Tensor, num: int) -> Records:

@@ -8,7 +8,7 @@ Three forms cover every layer:
     Lookup   the same for an embedding, whose `a` says which row of the table was used
     Rows     the gradients themselves, where they are small, or where there is no other way
 
-A difference of two gradients is again a gradient of the same form, with the factors of both along the time axis.
+A difference of two gradients has the factors of both (`Pair`).
 
 Shapes: `N` examples, `T` positions, `p` inputs, `q` outputs of a layer.
 """
@@ -16,7 +16,7 @@ Shapes: `N` examples, `T` positions, `p` inputs, `q` outputs of a layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,11 +44,8 @@ class Record(Protocol):
     def rows(self) -> Tensor:
         """`N x numel`: the gradients, written out."""
 
-    def gram(self) -> Tensor:
-        """`N x N` inner products."""
-
-    def dots(self, r: Tensor) -> Tensor:
-        """Inner products with `r`, which has the shape of the parameter."""
+    def products(self, r: Tensor) -> tuple[Tensor, Tensor]:
+        """`N x N` inner products with each other; `N` with `r`, which has the shape of the parameter."""
 
     def add_to(self, r: Tensor, weights_N: Tensor) -> None:
         """Add the gradients, each times its weight, to `r`. An example of weight 0 may be anything."""
@@ -76,11 +73,8 @@ class Rows:
     def rows(self) -> Tensor:
         return self.rows_ND
 
-    def gram(self) -> Tensor:
-        return self.rows_ND @ self.rows_ND.T
-
-    def dots(self, r: Tensor) -> Tensor:
-        return self.rows_ND @ r.reshape(-1)
+    def products(self, r: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rows_ND @ self.rows_ND.T, self.rows_ND @ r.reshape(-1)
 
     def add_to(self, r: Tensor, weights_N: Tensor) -> None:
         r.view(-1).addmv_(_kept(self.rows_ND, weights_N).T, weights_N)
@@ -114,33 +108,92 @@ class Matrix:
         (_, positions, p), q = self.a_NTp.shape, self.b_NTq.shape[2]
         return Rows(self.rows()) if p * q <= positions * (p + q) else self
 
-    def prefers_factors(self) -> bool:
-        """Whether inner products of factors cost less than forming rows and multiplying these."""
-        (num, positions, p), q = self.a_NTp.shape, self.b_NTq.shape[2]
-        return num * positions**2 * (p + q) <= (positions + num) * p * q
+    def products(self, r: Tensor) -> tuple[Tensor, Tensor]:
+        return Pair(self, None).products(r)
 
-    def gram(self) -> Tensor:
-        num, positions, _ = self.a_NTp.shape
-        if self.prefers_factors():
-            a, b = self.a_NTp.flatten(0, 1), self.b_NTq.flatten(0, 1)
-            return ((a @ a.T) * (b @ b.T)).view(num, positions, num, positions).sum((1, 3))
-        gram_NN = self.a_NTp.new_zeros(num, num)
-        width = max(1, MOST_NUMBERS // (num * self.a_NTp.shape[2]))
-        for b_NTw in self.b_NTq.split(width, dim=2):  # some outputs at a time: rows of the whole layer may not fit
-            some_ND = (b_NTw.mT @ self.a_NTp).flatten(1)
-            gram_NN.addmm_(some_ND, some_ND.T)
-        return gram_NN
-
-    def dots(self, r: Tensor) -> Tensor:
-        r = r.view(self.b_NTq.shape[2], -1)  # a convolution's is of more dimensions
+    def dots(self, r_qp: Tensor) -> Tensor:
+        """With `r` alone."""
         # The longer side goes through `r`, whichever that is; the cost is the same, the memory is not.
         if self.a_NTp.shape[2] <= self.b_NTq.shape[2]:
-            return ((self.b_NTq @ r) * self.a_NTp).sum((1, 2))
-        return ((self.a_NTp @ r.T) * self.b_NTq).sum((1, 2))
+            return ((self.b_NTq @ r_qp) * self.a_NTp).sum((1, 2))
+        return ((self.a_NTp @ r_qp.T) * self.b_NTq).sum((1, 2))
 
     def add_to(self, r: Tensor, weights_N: Tensor) -> None:
         a, b = _kept(self.a_NTp, weights_N), _kept(self.b_NTq, weights_N)
         r.view(b.shape[2], -1).addmm_((b * weights_N[:, None, None]).flatten(0, 1).T, a.flatten(0, 1))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Differences of two sets of factors, which are not copied for it. Without a second: the first."""
+
+    first: Matrix
+    second: Matrix | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.first.tensors + (() if self.second is None else self.second.tensors)
+
+    def like(self, tensors: tuple[Tensor, ...]) -> Pair:
+        return Pair(Matrix(*tensors[:2]), None if self.second is None else Matrix(*tensors[2:]))
+
+    def negated(self) -> Pair:
+        return Pair(self.first.negated(), None if self.second is None else self.second.negated())
+
+    def scaled(self, factor: float) -> Pair:
+        return Pair(self.first.scaled(factor), None if self.second is None else self.second.scaled(factor))
+
+    def rows(self) -> Tensor:
+        return self._rows(0, self.first.b_NTq.shape[2])
+
+    def prefers_factors(self) -> bool:
+        """Whether inner products of factors cost less than forming rows and multiplying these."""
+        (num, _, p), q = self.first.a_NTp.shape, self.first.b_NTq.shape[2]
+        positions = sum(matrix.a_NTp.shape[1] for matrix in self._both)
+        rows = (2 * positions + num) * p * q  # formed, multiplied; and added, as factors are in both cases
+        return num * positions**2 * (p + q) + 2 * positions * p * q <= rows
+
+    def products(self, r: Tensor) -> tuple[Tensor, Tensor]:
+        (num, _, p), q = self.first.a_NTp.shape, self.first.b_NTq.shape[2]
+        r_qp = r.view(q, p)  # a convolution's is of more dimensions
+        if self.prefers_factors():
+            dots_N = self.first.dots(r_qp)
+            return self._gram_of_factors(), dots_N if self.second is None else dots_N - self.second.dots(r_qp)
+        gram_NN, dots_N = r.new_zeros(num, num), r.new_zeros(num)
+        width = max(1, MOST_NUMBERS // (num * p))
+        for start in range(0, q, width):  # some outputs at a time: rows of the whole layer may not fit
+            some_ND = self._rows(start, start + width)
+            gram_NN.addmm_(some_ND, some_ND.T)
+            dots_N.addmv_(some_ND, r_qp[start : start + width].flatten())
+        return gram_NN, dots_N
+
+    def add_to(self, r: Tensor, weights_N: Tensor) -> None:
+        self.first.add_to(r, weights_N)
+        if self.second is not None:
+            self.second.add_to(r, -weights_N)
+
+    @property
+    def _both(self) -> list[Matrix]:
+        return [self.first] if self.second is None else [self.first, self.second]
+
+    def _rows(self, start: int, stop: int) -> Tensor:
+        rows_Nwp = self.first.b_NTq[:, :, start:stop].mT @ self.first.a_NTp
+        if self.second is not None:
+            rows_Nwp.baddbmm_(self.second.b_NTq[:, :, start:stop].mT, self.second.a_NTp, alpha=-1)
+        return rows_Nwp.flatten(1)
+
+    def _gram_of_factors(self) -> Tensor:
+        num = len(self.first.a_NTp)
+        a = torch.cat([matrix.a_NTp.flatten(0, 1) for matrix in self._both])
+        b = torch.cat([matrix.b_NTq.flatten(0, 1) for matrix in self._both])
+        products = (a @ a.T).mul_(b @ b.T)
+        sizes = [num * matrix.a_NTp.shape[1] for matrix in self._both]
+        gram_NN = a.new_zeros(num, num)
+        for i, of_row in enumerate(products.split(sizes)):
+            for j, block in enumerate(of_row.split(sizes, dim=1)):
+                summed = block.unflatten(0, (num, -1)).unflatten(2, (num, -1)).sum((1, 3))
+                gram_NN.add_(summed, alpha=1 if i == j else -1)
+        return gram_NN
 
 
 @dataclass(frozen=True)
@@ -173,7 +226,10 @@ class Lookup:
         used_NTV = torch.nn.functional.one_hot(self.index_NT, self.num_rows).to(self.b_NTq.dtype)
         return Matrix(self.b_NTq, used_NTV)
 
-    def gram(self) -> Tensor:
+    def products(self, r: Tensor) -> tuple[Tensor, Tensor]:
+        return self._gram(), (r[self.index_NT] * self.b_NTq).sum((1, 2))
+
+    def _gram(self) -> Tensor:
         num, q = len(self.index_NT), self.b_NTq.shape[2]
         tokens, place_NT = torch.unique(self.index_NT, return_inverse=True)
         gram_NN = self.b_NTq.new_zeros(num, num)
@@ -183,9 +239,6 @@ class Lookup:
             some_ND = self._dense(torch.where(inside, place_NT - start, width), width + 1)[:, :-1].flatten(1)
             gram_NN.addmm_(some_ND, some_ND.T)
         return gram_NN
-
-    def dots(self, r: Tensor) -> Tensor:
-        return (r[self.index_NT] * self.b_NTq).sum((1, 2))
 
     def add_to(self, r: Tensor, weights_N: Tensor) -> None:
         weighted = _kept(self.b_NTq, weights_N) * weights_N[:, None, None]
@@ -197,6 +250,16 @@ class Lookup:
         flat = self.b_NTq.new_zeros(num * num_rows, q)
         flat.index_add_(0, (index_NT + offset_N1).flatten(), self.b_NTq.flatten(0, 1))
         return flat.view(num, num_rows, q)
+
+
+def subtracted(first: Record | None, second: Record | None) -> Record:
+    """Differences, example by example. What is not there got no gradient."""
+    if isinstance(first, Matrix) and isinstance(second, Matrix):
+        return Pair(first, second)
+    if isinstance(first, Rows) and isinstance(second, Rows):
+        return Rows(first.rows_ND - second.rows_ND)
+    parts = [] if first is None else [first]
+    return total(parts if second is None else [*parts, second.negated()])
 
 
 def total(records: list[Record]) -> Record:
@@ -217,7 +280,12 @@ def stacked(records: list[Record]) -> Record:
         return records[0]
     if len({type(record) for record in records}) > 1:
         return Rows(torch.cat([record.rows() for record in records]))
-    if not isinstance(records[0], Rows):
+    pairs = [record for record in records if isinstance(record, Pair)]
+    if pairs:
+        first: Any = stacked([pair.first for pair in pairs])
+        second: Any = stacked([pair.second for pair in pairs if pair.second is not None])
+        return Pair(first, second)
+    if isinstance(records[0], (Matrix, Lookup)):
         # Sequences of unequal length: positions that are not there have no gradient.
         longest = max(record.tensors[0].shape[1] for record in records)
         records = [_lengthened(record, longest) for record in records]

@@ -20,7 +20,7 @@ from cdgrab.balance.tables import decide
 from cdgrab.balance.tally import Tally
 from cdgrab.decisions import Decisions
 from cdgrab.exchange.base import BoolArray
-from cdgrab.ghost.records import Lookup, Matrix, Record, Rows, stacked, taken, total
+from cdgrab.ghost.records import Lookup, Matrix, Record, Rows, stacked, subtracted, taken
 from cdgrab.units import IntArray
 
 Batch = dict[str, Record]  # by the name of the parameter
@@ -28,23 +28,19 @@ _KINDS: dict[str, type[Any]] = {"Rows": Rows, "Matrix": Matrix, "Lookup": Lookup
 
 
 def difference(first: Batch, second: Batch) -> Batch:
-    """Example by example. A parameter that one of them does not have got no gradient there."""
-    made = {}
-    for name in first | second:
-        parts = [first[name]] if name in first else []
-        if name in second:
-            parts.append(second[name].negated())
-        made[name] = total(parts)
-    return made
+    """Example by example, parameter by parameter."""
+    return {name: subtracted(first.get(name), second.get(name)) for name in first | second}
 
 
 def table(batch: Batch, running_sum: dict[str, Tensor]) -> Tensor:
     """`K x (K + 1)`: inner products of the records with each other and with the running sum, in float64."""
-    parts = []
+    sum_KK1: Tensor | None = None
     for name, record in batch.items():
-        products_KK = record.gram().double()
-        parts.append(torch.cat([products_KK, record.dots(running_sum[name]).double()[:, None]], dim=1))
-    return torch.stack(parts).sum(0)
+        gram_KK, dots_K = record.products(running_sum[name])
+        table_KK1 = torch.cat([gram_KK, dots_K[:, None]], dim=1).double()
+        sum_KK1 = table_KK1 if sum_KK1 is None else sum_KK1.add_(table_KK1)
+    assert sum_KK1 is not None
+    return sum_KK1
 
 
 class GhostPairs:
@@ -60,7 +56,10 @@ class GhostPairs:
         self.decisions = Decisions()
 
     def add(self, batch: Batch, shapes: dict[str, torch.Size], counts_mW: BoolArray) -> None:
-        """Take the records of a step, worker by worker; `counts_mW` says which of them are units."""
+        """Take the records of a step, worker by worker; `counts_mW` says which of them are units.
+
+        Records are kept until the next step, and must not change meanwhile.
+        """
         turns, workers = counts_mW.shape
         turn_of = [torch.arange(workers) * turns + turn for turn in range(turns)]
         self._make_room(batch, shapes)
@@ -81,7 +80,7 @@ class GhostPairs:
             names = {name for pair in pairs for name in pair}
             self._balance({name: stacked([pair[name] for pair in pairs]) for name in names}, np.concatenate(counts))
         if whole < turns:
-            self._held = {name: _copied(record) for name, record in self._pick(batch, turn_of[whole]).items()}
+            self._held = self._pick(batch, turn_of[whole])
             self._held_W = counts_mW[whole]
 
     def _pick(self, batch: Batch, index: Tensor) -> Batch:
@@ -175,8 +174,3 @@ class GhostPairs:
         self.decisions.load_state_dict(state["decisions"])
         self._tally = Tally(**state["tally"])
         self._rule.load_state_dict(state["rule"])
-
-
-def _copied(record: Record) -> Record:
-    """What is kept until the next step must not change with the caller's buffers."""
-    return record.like(tuple(tensor.clone() for tensor in record.tensors))

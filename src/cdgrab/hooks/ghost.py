@@ -44,8 +44,8 @@ class ExampleAttachment:
         ordering: Knows how many examples a batch has.
         model: With layers to watch.
         consume: Takes the records of a batch, by parameter, and the shapes of the parameters.
-        mean: Whether the loss is the mean over the batch: then a gradient is multiplied by the number of examples,
-            so that those of a short batch weigh as much as all others.
+        mean: Whether the loss is the mean over the batch. Then gradients of a short batch are scaled down, so that
+            they weigh as much as all others.
     """
 
     def __init__(self, ordering: Ordering, model: nn.Module, consume: Consumer, *, mean: bool) -> None:
@@ -113,7 +113,8 @@ class ExampleAttachment:
         def after(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             if self._differentiating or not output.requires_grad:
                 return
-            x = args[0].detach()
+            # What comes from outside may be a buffer that is filled again before the pair is complete.
+            x = args[0].detach() if args[0].requires_grad else args[0].clone()
 
             def on_grad(grad: Tensor) -> None:
                 self._queue()
@@ -147,7 +148,9 @@ class ExampleAttachment:
         for key, record in records.items():
             parameter = dict(layer.module.named_parameters()).get(key)
             if parameter is not None and parameter.requires_grad:
-                self._records[self._names[id(parameter)]].append(record.scaled(num) if self._mean else record)
+                # The mean over fewer examples gives each of them more weight.
+                share = num / self._ordering.batch_size if self._mean else 1.0
+                self._records[self._names[id(parameter)]].append(record if share == 1 else record.scaled(share))
 
     def _on_end_of_backward(self) -> None:
         self._queued = False

@@ -15,7 +15,7 @@ from _models import MODELS
 from cdgrab import Ordering, World, flat_grad
 from cdgrab.balance.rules import Greedy
 from cdgrab.ghost import Matrix, Record
-from cdgrab.ghost.records import written_out
+from cdgrab.ghost.records import Pair, written_out
 from cdgrab.ghost.sorter import GhostPairs, difference, table
 from cdgrab.hooks.ghost import ExampleAttachment
 
@@ -50,7 +50,9 @@ def recorded(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") ->
     cross_entropy(model(x), y, reduction=reduction).backward()
     attachment.detach()
     [(records, shapes)] = caught
-    return records, shapes
+    # A mean loss gives every example its share of the gradient.
+    share = len(x) if reduction == "mean" else 1
+    return {key: record.scaled(share) for key, record in records.items()}, shapes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,14 +96,22 @@ def test_tables_and_running_sums(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("positions", [1, 2, 9, 40])
-def test_both_ways_to_a_gram_matrix(positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Matrix(randn(5, positions, 7, dtype=torch.float64), randn(5, positions, 11, seed=1, dtype=torch.float64))
-    expected = record.rows() @ record.rows().T
-    for factors in (True, False):
-        monkeypatch.setattr(Matrix, "prefers_factors", lambda _, factors=factors: factors)
-        torch.testing.assert_close(record.gram(), expected)
-        monkeypatch.setattr("cdgrab.ghost.records.MOST_NUMBERS", 100)  # some outputs at a time
-        torch.testing.assert_close(record.gram(), expected)
+def test_both_ways_to_inner_products(positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (
+        Matrix(
+            randn(5, count, 7, seed=count, dtype=torch.float64),
+            randn(5, count, 11, seed=count + 1, dtype=torch.float64),
+        )
+        for count in (positions, positions + 2)  # sequences of unequal length
+    )
+    r = randn(11, 7, dtype=torch.float64)
+    rows = (first.b_NTq.mT @ first.a_NTp - second.b_NTq.mT @ second.a_NTp).flatten(1)
+    expected = torch.cat([rows @ rows.T, (rows @ r.flatten())[:, None]], dim=1)
+    for factors, most in [(True, 1 << 20), (False, 1 << 20), (False, 100)]:  # the last: some outputs at a time
+        monkeypatch.setattr(Pair, "prefers_factors", lambda _, factors=factors: factors)
+        monkeypatch.setattr("cdgrab.ghost.records.MOST_NUMBERS", most)
+        gram, dots = Pair(first, second).products(r)
+        torch.testing.assert_close(torch.cat([gram, dots[:, None]], dim=1), expected)
 
 
 @pytest.mark.parametrize(("workers", "per_step"), [(1, 4), (4, 4), (3, 6), (2, 6)])

@@ -1,0 +1,228 @@
+"""What gradients of single examples cost in a training step: ghost records, sketches and torch.func against none.
+
+    python -m benchmarks.per_example [--models mlp lenet ...] [--batches 32 128] [--rounds N]
+
+A step is forward, backward and the optimizer's; every example is a worker of its own, so that a pair takes two steps.
+Every contender runs in a process of its own for its peak memory, and in turns with the others for its seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+
+from benchmarks import report
+from cdgrab import Ordering, World, per_example_grads
+
+STEPS = 4  # of a contender in a round: two pairs
+SIZES = {"transformer-3m": (256, 4), "transformer-30m": (640, 6)}
+MODELS = ["mlp", "lenet", "adapters", *SIZES]
+CONTENDERS = ["plain", "ghost", "rows", "vmap"]
+
+
+class Lenet(nn.Module):
+    """For images of 32 x 32 with three colours; 62,006 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 6, 5), nn.Conv2d(6, 16, 5)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(400, 120), nn.Linear(120, 84), nn.Linear(84, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.max_pool2d(torch.relu(self.conv1(x)), 2)
+        x = torch.max_pool2d(torch.relu(self.conv2(x)), 2).flatten(1)
+        logits: Tensor = self.fc3(torch.relu(self.fc2(torch.relu(self.fc1(x)))))
+        return logits
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, made of Linears."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (-1, 64)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(attended)
+        grown: Tensor = self.down(gelu(self.up(self.norm2(x))))
+        return x + grown
+
+
+class Transformer(nn.Module):
+    """A language model on bytes."""
+
+    def __init__(self, width: int, layers: int, positions: int = 64) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(positions, width)
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+
+    def forward(self, index: Tensor) -> Tensor:
+        places = torch.arange(index.shape[1], device=index.device).expand_as(index)
+        logits: Tensor = self.head(self.norm(self.blocks(self.tokens(index) + self.places(places))))
+        return logits.mT
+
+
+class Adapters(nn.Module):
+    """A frozen network with a correction of rank 8 beside every layer, as in LoRA."""
+
+    def __init__(self, width: int = 1024, layers: int = 4) -> None:
+        super().__init__()
+        self.frozen = nn.ModuleList(nn.Linear(width, width).requires_grad_(False) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(width, 8, bias=False) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(8, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for frozen, down, up in zip(self.frozen, self.down, self.up, strict=True):
+            x = torch.relu(frozen(x) + up(down(x)))
+        return x
+
+
+def make(name: str, batch: int, device: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model, inputs and targets."""
+    torch.manual_seed(0)
+    model: nn.Module
+    if name in SIZES:
+        tokens = torch.randint(256, (batch, 65))
+        model, x, y = Transformer(*SIZES[name]), tokens[:, :-1], tokens[:, 1:]
+    elif name == "lenet":
+        model, x, y = Lenet(), torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
+    elif name == "adapters":
+        model, x, y = Adapters(), torch.randn(batch, 1024), torch.randint(1024, (batch,))
+    else:
+        model = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+        x, y = torch.randn(batch, 784), torch.randint(10, (batch,))
+    return model.to(device), x.to(device), y.to(device)
+
+
+def stepper(contender: str, name: str, batch: int, device: str) -> Callable[[], None]:
+    """One training step of a contender."""
+    model, x, y = make(name, batch, device)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=1e-4, momentum=0.9)
+    ordering = Ordering(batch * 10**4, batch_size=batch, unit_size=1, world=World.simulated(batch))
+    if contender in ("ghost", "rows"):
+        ordering.attach(model, source="ghost" if contender == "ghost" else "per_example")
+
+    def step() -> None:
+        if contender == "vmap":
+            rows = per_example_grads(model, cross_entropy, x, y)
+            ordering.observe(rows)
+            mean = rows.mean(0).split([parameter.numel() for parameter in trainable])
+            for parameter, part in zip(trainable, mean, strict=True):
+                parameter.grad = part.view_as(parameter)
+        else:
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def peak(contender: str, name: str, batch: int, device: str) -> float:
+    """MiB at the peak of two pairs of steps, in a process of its own, above what was there before the model."""
+    import torch.multiprocessing as mp
+
+    context = mp.get_context("spawn")
+    answers: Any = context.Queue()
+    process = context.Process(target=_peak, args=(contender, name, batch, device, answers))
+    process.start()
+    found: float = answers.get()
+    process.join()
+    return found
+
+
+def _peak(contender: str, name: str, batch: int, device: str, answers: Any) -> None:
+    torch.set_num_threads(2)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing everything
+    before = _resident("VmHWM")
+    step = stepper(contender, name, batch, device)
+    for _ in range(4):
+        step()
+    answers.put(torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else _resident("VmHWM") - before)
+
+
+def _resident(what: str) -> float:
+    """MiB of this process, as Linux counts them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(what)).split()[1]) / 2**10
+
+
+def measure(name: str, batch: int, rounds: int, device: str, contenders: list[str]) -> list[list[str]]:
+    """Rows of the table for one model and batch."""
+    steps = {contender: stepper(contender, name, batch, device) for contender in contenders}
+    seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
+    for turn in range(rounds + 1):
+        first = turn % len(contenders)
+        for contender in contenders[first:] + contenders[:first]:
+            _wait(device)
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                steps[contender]()
+            _wait(device)
+            if turn:  # the first round warms up
+                seconds[contender].append((time.perf_counter() - start) / STEPS)
+    del steps
+    memory = {contender: peak(contender, name, batch, device) for contender in contenders}
+    rows = []
+    for contender in contenders:
+        ratio = statistics.median(a / b for a, b in zip(seconds[contender], seconds["plain"], strict=True))
+        rows.append(
+            [
+                name,
+                str(batch),
+                contender,
+                f"{statistics.median(seconds[contender]) * 1e3:.1f}",
+                f"{ratio:.2f}x",
+                f"{memory[contender]:.0f}",
+                f"{memory[contender] / memory['plain']:.2f}x",
+            ]
+        )
+        print(" ".join(rows[-1]), flush=True)
+    return rows
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    """Measure and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--batches", type=int, nargs="+", default=[32, 128])
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    rows = [
+        row
+        for name in options.models
+        for batch in options.batches
+        for row in measure(name, batch, options.rounds, options.device, options.contenders)
+    ]
+    header = ["model", "batch", "gradients", "ms per step", "vs plain", "peak MiB", "vs plain"]
+    body = (
+        f"Milliseconds per training step, median of {options.rounds} rounds of {STEPS} steps; ratios within a round. "
+        "`plain` orders nothing; `ghost` is `attach(model, source='ghost')`; `rows` is `source='per_example'`; `vmap` "
+        "is `per_example_grads` with `observe`, which replaces the backward pass. Every example is a worker. Peak "
+        "memory of a process above what it had before the model was made.\n\n" + report.table(header, rows)
+    )
+    report.write("per_example", "Gradients of single examples", body)
+
+
+if __name__ == "__main__":
+    main()
