@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from _inputs import randn
+from cdgrab import Ordering, flat_grad
+from cdgrab.ghost import Record
+from cdgrab.hooks.ghost import ExampleAttachment
 
 
 class Lenet(nn.Module):
@@ -135,3 +141,36 @@ MODELS = {
     "attention": (Attending, lambda num, seed: _sequences(8, num, seed)),
     "unknown": (lambda: nn.Sequential(Scale(), nn.Linear(6, 5)), _vectors),
 }
+
+
+def build(name: str, num: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
+    make: Any
+    data: Any
+    make, data = MODELS[name]
+    torch.manual_seed(1)
+    model: nn.Module = make().to(dtype)
+    x, y = data(num, seed)
+    return model, x.to(dtype) if x.is_floating_point() else x, y
+
+
+def one_by_one(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The gradient of every example, by as many backward passes."""
+    rows = []
+    for i in range(len(x)):
+        model.zero_grad()
+        cross_entropy(model(x[i : i + 1]), y[i : i + 1]).backward()
+        rows.append(flat_grad(model))
+    model.zero_grad()
+    return torch.stack(rows)
+
+
+def recorded(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> tuple[dict[str, Record], Any]:
+    ordering = Ordering(len(x), batch_size=len(x), unit_size=1, order="rr")
+    caught: list[Any] = []
+    attachment = ExampleAttachment(ordering, model, lambda *found: caught.append(found), mean=reduction == "mean")
+    cross_entropy(model(x), y, reduction=reduction).backward()
+    attachment.detach()
+    [(records, shapes)] = caught
+    # A mean loss gives every example its share of the gradient.
+    share = len(x) if reduction == "mean" else 1
+    return {key: record.scaled(share) for key, record in records.items()}, shapes

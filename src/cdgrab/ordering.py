@@ -208,6 +208,8 @@ class Ordering:
         *,
         source: str = "batch",
         reduction: str = "mean",
+        length: int = 1024,
+        fitted: bool = True,
         hook: Callable[..., Any] | None = None,
         hook_state: Any = None,
     ) -> None:
@@ -220,8 +222,11 @@ class Ordering:
                 that are accumulated (`no_sync`). `"ghost"`: the gradient of every single example (`unit_size=1`),
                 from what the layers of the model have seen, exactly and without ever writing it down; one process,
                 with any number of simulated workers. `"per_example"`: the same, written down as rows, for any number
-                of ranks and any exchange.
+                of ranks and any exchange. `"sketch"`: a short row for every example, made from projections; cheap to
+                find and to send, and not exact.
             reduction: For single examples, what the loss does with the batch: `"mean"` or `"sum"`.
+            length: Of a sketch: about how many numbers a row has.
+            fitted: Whether the projections of a sketch follow the data, or are random.
             hook: A communication hook that is to average gradients instead of the all-reduce
                 (`DistributedDataParallel` only); it must not have been registered.
             hook_state: The state of that hook.
@@ -230,7 +235,7 @@ class Ordering:
             raise ValueError("the ordering is attached to a model already; call detach() first")
         from cdgrab.hooks.attach import attach  # pulls in DDP and FSDP, which not everyone needs
 
-        self._attachment = attach(self, model, source, reduction, hook, hook_state)
+        self._attachment = attach(self, model, source, reduction, length, fitted, hook, hook_state)
 
     def explain(self, model: nn.Module) -> str:
         """How `attach(model, source="ghost")` would find gradients of single examples: a table, layer by layer."""
@@ -285,6 +290,7 @@ class Ordering:
             "payload": checkpoint.pack(
                 {
                     "records": self._records,
+                    "sketch": None if self._sketcher is None else self._sketcher.state_dict(),
                     "dim": self._dim,
                     "dtype": None if self._dtype is None else str(self._dtype).removeprefix("torch."),
                     "orders": [torch.from_numpy(order) for order in self._orders],
@@ -313,13 +319,25 @@ class Ordering:
         sorter = self._new_sorter()
         if sorter is not None:
             sorter.load_state_dict(payload["sorter"])
+        if (payload["sketch"] is None) != (self._sketcher is None):
+            kinds = {True: "without", False: "with a model attached by source='sketch'"}
+            raise ValueError(
+                f"the state was taken {kinds[payload['sketch'] is None]}, and this ordering is "
+                f"{kinds[self._sketcher is None]}; attach the model before loading"
+            )
         # Nothing can fail any more.
+        if self._sketcher is not None:
+            self._sketcher.load_state_dict(payload["sketch"])
         self._units, self._orders, self._progress, self._sorter = units, orders, progress, sorter
         self._epoch, self._dim, self._device = state["epoch"], payload["dim"], None
         self._dtype = None if payload["dtype"] is None else getattr(torch, payload["dtype"])
         self._last_metrics, self._seconds = payload["metrics"], payload["seconds"]
 
     # For attachments
+
+    @property
+    def _sketcher(self) -> Any:
+        return getattr(self._attachment, "sketcher", None)
 
     def _attached_sorter(self) -> RowSorter | ShardedPairs | GhostPairs | None:
         """Where the turn under way goes."""

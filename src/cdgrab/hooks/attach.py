@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cdgrab.agreement import check_same
 from cdgrab.exchange import ShardedPairs
 from cdgrab.ghost.records import Record, written_out
+from cdgrab.ghost.sketch import Sketcher
 from cdgrab.hooks import Attachment
 from cdgrab.hooks.ddp import DdpAttachment
 from cdgrab.hooks.fsdp import FsdpAttachment, param_groups
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
 
 
-SOURCES = ("batch", "ghost", "per_example")
+SOURCES = ("batch", "ghost", "per_example", "sketch")
 
 
 def attach(
@@ -34,6 +35,8 @@ def attach(
     model: nn.Module,
     source: str,
     reduction: str,
+    length: int,
+    fitted: bool,
     hook: Callable[..., Any] | None,
     hook_state: Any,
 ) -> Attachment:
@@ -43,7 +46,7 @@ def attach(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; say 'mean' or 'sum', as the loss does with the batch")
     if source != "batch":
-        return _attach_examples(ordering, model, source, reduction)
+        return _attach_examples(ordering, model, source, reduction, length, fitted)
     world, batch = ordering.world, ordering.batch_size
     if world.one_process and world.size > 1:
         raise ValueError(
@@ -71,7 +74,9 @@ def attach(
     return ModuleAttachment(ordering, model, max(1, ordering.unit_size // batch))
 
 
-def _attach_examples(ordering: Ordering, model: nn.Module, source: str, reduction: str) -> Attachment:
+def _attach_examples(
+    ordering: Ordering, model: nn.Module, source: str, reduction: str, length: int, fitted: bool
+) -> Attachment:
     if ordering._sorter is not None and ordering.unit_size != 1:
         raise ValueError(
             f"source {source!r} gives gradients of single examples, but unit_size is {ordering.unit_size}; make the "
@@ -84,10 +89,18 @@ def _attach_examples(ordering: Ordering, model: nn.Module, source: str, reductio
         ordering._balance_records()
         return ExampleAttachment(ordering, watched, ordering._observe_records, mean=reduction == "mean")
 
-    def observe_rows(records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:
-        ordering._observe(written_out(records, shapes))
+    if source == "sketch" and length < 1:
+        raise ValueError(f"length is {length}; a sketch has at least one number")
+    sketcher = None
+    if source == "sketch":
+        shapes = {name: p.shape for name, p in watched.named_parameters() if p.requires_grad}
+        group = ordering._group if ordering._ranks_meet else None
+        sketcher = Sketcher(shapes, length, fitted=fitted, seed=ordering.seed, group=group)
 
-    return ExampleAttachment(ordering, watched, observe_rows, mean=reduction == "mean")
+    def observe_rows(records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:
+        ordering._observe(sketcher(records, ordering.epoch) if sketcher else written_out(records, shapes))
+
+    return ExampleAttachment(ordering, watched, observe_rows, mean=reduction == "mean", sketcher=sketcher)
 
 
 def _attach_ddp(

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from cdgrab.ghost.layers import Records, differentiated, handler_of
 from cdgrab.ghost.plan import Layer, find_layers
 from cdgrab.ghost.records import Record, total
+from cdgrab.ghost.sketch import Sketcher
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
@@ -46,9 +47,19 @@ class ExampleAttachment:
         consume: Takes the records of a batch, by parameter, and the shapes of the parameters.
         mean: Whether the loss is the mean over the batch. Then gradients of a short batch are scaled down, so that
             they weigh as much as all others.
+        sketcher: What `consume` makes rows with, if it does; a part of the state.
     """
 
-    def __init__(self, ordering: Ordering, model: nn.Module, consume: Consumer, *, mean: bool) -> None:
+    def __init__(
+        self,
+        ordering: Ordering,
+        model: nn.Module,
+        consume: Consumer,
+        *,
+        mean: bool,
+        sketcher: Sketcher | None = None,
+    ) -> None:
+        self.sketcher = sketcher
         self._ordering = ordering
         self._consume = consume
         self._mean = mean

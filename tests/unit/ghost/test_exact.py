@@ -2,57 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from _inputs import randn
-from _models import MODELS
+from _models import MODELS, build, one_by_one, recorded
 from cdgrab import Ordering, World, flat_grad
 from cdgrab.balance.rules import Greedy
-from cdgrab.ghost import Matrix, Record
+from cdgrab.ghost import Matrix
 from cdgrab.ghost.records import Pair, written_out
 from cdgrab.ghost.sorter import GhostPairs, difference, table
-from cdgrab.hooks.ghost import ExampleAttachment
 
 DTYPES = [torch.float64, torch.float32]
-
-
-def build(name: str, num: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
-    make: Any
-    data: Any
-    make, data = MODELS[name]
-    torch.manual_seed(1)
-    model: nn.Module = make().to(dtype)
-    x, y = data(num, seed)
-    return model, x.to(dtype) if x.is_floating_point() else x, y
-
-
-def one_by_one(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The gradient of every example, by as many backward passes."""
-    rows = []
-    for i in range(len(x)):
-        model.zero_grad()
-        cross_entropy(model(x[i : i + 1]), y[i : i + 1]).backward()
-        rows.append(flat_grad(model))
-    model.zero_grad()
-    return torch.stack(rows)
-
-
-def recorded(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> tuple[dict[str, Record], Any]:
-    ordering = Ordering(len(x), batch_size=len(x), unit_size=1, order="rr")
-    caught: list[Any] = []
-    attachment = ExampleAttachment(ordering, model, lambda *found: caught.append(found), mean=reduction == "mean")
-    cross_entropy(model(x), y, reduction=reduction).backward()
-    attachment.detach()
-    [(records, shapes)] = caught
-    # A mean loss gives every example its share of the gradient.
-    share = len(x) if reduction == "mean" else 1
-    return {key: record.scaled(share) for key, record in records.items()}, shapes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,96 @@
+"""Short rows: what they keep of inner products, and that they are the same for everyone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from _models import MODELS, build, recorded
+from cdgrab import Ordering, World
+from cdgrab.ghost.records import written_out
+from cdgrab.ghost.sketch import Sketcher
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sketch_as_long_as_the_gradient_is_the_gradient(name: str) -> None:
+    model, x, y = build(name, 5)
+    records, shapes = recorded(model, x, y)
+    rows = Sketcher(shapes, 10**7, fitted=True)(records, 0)
+    torch.testing.assert_close(rows, written_out(records, shapes))
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet", "transformer"])
+def test_random_projections_keep_inner_products_on_average(name: str) -> None:
+    model, x, y = build(name, 5)
+    records, shapes = recorded(model, x, y)
+    rows = written_out(records, shapes)
+    tables = []
+    for seed in range(150):
+        short = Sketcher(shapes, 60, fitted=False, seed=seed)(records, 0)
+        assert short.shape[1] < 90
+        tables.append(short @ short.T)
+    spread = torch.stack(tables).std(0) / 150**0.5
+    assert ((torch.stack(tables).mean(0) - rows @ rows.T).abs() < 5 * spread + 1e-9).all()
+
+
+def test_fitted_directions_keep_more_of_data_of_low_rank() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30).double()
+    directions = torch.randn(3, 40, dtype=torch.float64)
+    x, y = torch.randn(16, 3, dtype=torch.float64) @ directions, torch.arange(16) % 3
+    records, shapes = recorded(model, x, y)
+    rows = written_out(records, shapes)
+    error = {}
+    for fitted in (True, False):
+        sketcher = Sketcher(shapes, 60, fitted=fitted)
+        sketcher(records, 0)
+        short = sketcher(records, 1)
+        error[fitted] = float((short @ short.T - rows @ rows.T).norm() / (rows @ rows.T).norm())
+    assert error[True] < 0.05 < 0.2 < error[False]
+
+
+def test_a_parameter_without_a_gradient_leaves_a_gap() -> None:
+    model, x, y = build("mlp", 4)
+    records, shapes = recorded(model, x, y)
+    sketcher = Sketcher(shapes, 50, fitted=False)
+    whole = sketcher(records, 0)
+    part = sketcher({key: record for key, record in records.items() if key != "0.weight"}, 0)
+    assert part.shape == whole.shape
+    assert 0 < int((part != whole).any(0).sum()) < whole.shape[1]
+
+
+def test_resume() -> None:
+    def fresh() -> tuple[nn.Module, Ordering]:
+        model, _, _ = build("mlp", 1)
+        ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(2), seed=1)
+        ordering.attach(model, source="sketch", length=40)
+        return model, ordering
+
+    _, x, y = build("mlp", 24)
+
+    def step(model: nn.Module, ordering: Ordering) -> None:
+        batch = torch.from_numpy(ordering.remaining()[:4])
+        cross_entropy(model(x[batch]), y[batch]).backward()
+
+    for steps in (3, 8):  # while directions are gathered, and when they are in use
+        model, straight = fresh()
+        for _ in range(steps):
+            step(model, straight)
+        other, resumed = fresh()
+        resumed.load_state_dict(straight.state_dict())
+        for _ in range(16):
+            step(model, straight)
+            step(other, resumed)
+        np.testing.assert_array_equal(straight.order, resumed.order)
+        with pytest.raises(ValueError, match="source='sketch'"):
+            Ordering(24, batch_size=4, unit_size=1, world=World.simulated(2), seed=1).load_state_dict(
+                straight.state_dict()
+            )
+
+
+def test_a_sketch_of_nothing() -> None:
+    with pytest.raises(ValueError, match="length is 0; a sketch has at least one number"):
+        Ordering(8, batch_size=4, unit_size=1).attach(nn.Linear(2, 2), source="sketch", length=0)
