@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,49 @@ def per_example_grads(
     def loss_of(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return loss_fn(functional_call(model, (params, frozen, buffers), (x[None],)), y[None])
 
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise ValueError(
+                f"layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so that none of them has a "
+                "gradient of its own; use GroupNorm, or put the layer into eval mode"
+            )
     # Dropout and the like draw anew for every example, as they do in a batch.
-    grads = vmap(grad(loss_of), in_dims=(None, 0, 0), randomness="different")(params, inputs, targets)
+    compute = vmap(grad(loss_of), in_dims=(None, 0, 0), randomness="different")
+    try:
+        grads = compute(params, inputs, targets)
+    except RuntimeError as error:
+        remedy = next((remedy for sign, remedy in _REMEDIES.items() if sign in str(error)), None)
+        if remedy is None:
+            raise
+        layer = _failing_layer(model, lambda: compute(params, inputs, targets))
+        raise ValueError(f"layer {layer}: {remedy}") from error
     return torch.cat([g.flatten(1) for g in grads.values()], dim=1)
+
+
+# What torch.func says, and what to do about it.
+_REMEDIES = {
+    "data-dependent control flow": "what it does depends on the values of one example (a branch, or .item()), which "
+    "cannot be done for all examples at once; use torch.where, or attach(model, source='ghost')",
+    "saved tensor hooks": "activation checkpointing does not go with torch.func; switch it off, or use attach(model, "
+    "source='ghost')",
+    "autograd.Function": "its autograd.Function has no rule for batches; give it one (generate_vmap_rule), or use "
+    "attach(model, source='ghost')",
+}
+
+
+def _failing_layer(model: nn.Module, again: Callable[[], object]) -> str:
+    """The innermost layer that was running when `again` failed."""
+    running: list[str] = []
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+        title = f"{name or 'the model'} ({type(module).__name__})"
+        handles.append(module.register_forward_pre_hook(lambda *_, title=title: running.append(title)))
+        handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
+    try:
+        again()
+    except RuntimeError:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return running[-1] if running else "the loss function"

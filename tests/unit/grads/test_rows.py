@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from _inputs import randn
 from cdgrab import flat_grad, per_example_grads, set_flat_grad
@@ -64,3 +66,29 @@ def test_per_example_rows_are_each_examples_gradient() -> None:
     net.zero_grad()
     nn.functional.cross_entropy(net(x), y).backward()
     torch.testing.assert_close(rows.mean(0), flat_grad(net))
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Checkpointed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.BatchNorm1d(4), r"layer '1' \(BatchNorm1d\) mixes the examples of a batch.*GroupNorm"),
+        (Branching(), r"layer 1 \(Branching\): what it does depends on the values of one example.*torch.where"),
+        (Checkpointed(4, 4), r"layer 1 \(Checkpointed\): activation checkpointing does not go with torch.func"),
+    ],
+)
+def test_what_torch_func_cannot_do(layer: nn.Module, message: str) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=message):
+        per_example_grads(net, nn.functional.cross_entropy, randn(5, 4), torch.zeros(5, dtype=torch.long))
+    assert not any(module._forward_hooks for module in net.modules())
