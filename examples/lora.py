@@ -41,7 +41,7 @@ def train(order: str, epochs: int = 15) -> float:
     loader = DataLoader(dataset, batch_size=4, sampler=ordering.sampler)
     ordering.attach(model, source="ghost")  # only what is trained is balanced
     if order == "cd-grab":
-        print(ordering.explain(model))
+        print(ordering.explain(model, x[:4]))
     for _ in range(epochs):
         for inputs, targets in loader:
             nn.functional.cross_entropy(model(inputs), targets).backward()

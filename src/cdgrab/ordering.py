@@ -237,11 +237,16 @@ class Ordering:
 
         self._attachment = attach(self, model, source, reduction, length, fitted, hook, hook_state)
 
-    def explain(self, model: nn.Module) -> str:
-        """How `attach(model, source="ghost")` would find gradients of single examples: a table, layer by layer."""
+    def explain(self, model: nn.Module, *inputs: Any) -> str:
+        """How `attach(model, source="ghost")` would find gradients of single examples: a table, layer by layer.
+
+        Args:
+            model: The model.
+            inputs: Its arguments for some batch, so that costs can be told; a forward pass is made.
+        """
         from cdgrab.ghost.plan import explain
 
-        return explain(model)
+        return explain(model, self.batch_size, inputs)
 
     def detach(self) -> None:
         """Stop observing. The model is left as it would be without ordering."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from cdgrab.ghost.layers import MIXES_EXAMPLES, WHOLE, handler_of
@@ -18,15 +21,41 @@ class Layer:
     known: bool  # from its inputs and output gradients; otherwise it is differentiated once more
     numel: int
 
-    @property
-    def how(self) -> str:
-        if not self.known:
-            return "differentiated once more for every example; the rows are kept until the pair is complete"
-        if isinstance(self.module, nn.Linear):
-            return "factors, or rows of this layer where that is cheaper"
-        if isinstance(self.module, nn.Embedding):
-            return "tokens and output gradients"
-        return "rows of this layer"
+    def size(self) -> tuple[int, int] | None:
+        """Outputs and inputs of a layer that is a matrix."""
+        weight = self.module.weight if isinstance(self.module, (nn.Linear, nn.Conv1d, nn.Conv2d)) else None
+        return None if weight is None else (weight.shape[0], weight[0].numel())
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a layer takes per step."""
+
+    how: str
+    kept: int  # numbers per example, from one step to the next
+    extra: float  # multiplications, over those of its forward and backward pass
+
+
+def cost(layer: Layer, positions: int, batch: int) -> Cost:
+    """With `positions` in time or space, and `batch` examples, of which two steps make the pairs."""
+    size = layer.size()
+    if not layer.known:
+        return Cost("differentiated once more for every example", layer.numel, 1.0)
+    if isinstance(layer.module, nn.Embedding):
+        q = layer.module.embedding_dim
+        return Cost("tokens and output gradients", positions * (q + 1), float("nan"))
+    if size is None:
+        return Cost("rows of this layer", layer.numel, float("nan"))
+    q, p = size
+    plain = 6 * batch * positions * p * q
+    if p * q <= positions * (p + q):
+        return Cost("rows of this layer", p * q, (2 * positions + batch + 2) * batch * p * q / plain)
+    kept = positions * (p + q)
+    by_factors = 4 * (batch * positions) ** 2 * (p + q) + 4 * batch * positions * p * q
+    by_rows = (4 * positions + batch + 1) * batch * p * q
+    if by_factors <= by_rows:
+        return Cost("factors", kept, by_factors / plain)
+    return Cost("factors; rows of this layer while a pair is balanced", kept, by_rows / plain)
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
@@ -66,14 +95,65 @@ def find_layers(model: nn.Module) -> list[Layer]:
     return layers
 
 
-def explain(model: nn.Module) -> str:
-    """The plan as a table, one line for every layer."""
+def explain(model: nn.Module, batch: int, inputs: tuple[Any, ...] = ()) -> str:
+    """The plan as a table, one line for every layer; `inputs` for the model tell how many positions there are."""
     layers = find_layers(model)
-    width = max(len(layer.name) for layer in layers)
-    lines = [
-        f"{layer.name:{width}}  {type(layer.module).__name__:22} {layer.numel:>12,}  {layer.how}" for layer in layers
+    positions = _positions(model, layers, inputs) if inputs else {}
+    table = [["layer", "type", "parameters", "positions", "kept", "extra", "gradients of single examples"]]
+    for layer in layers:
+        found = cost(layer, positions.get(layer.name, 1), batch)
+        table.append(
+            [
+                layer.name or "(the model)",
+                type(layer.module).__name__,
+                f"{layer.numel:,}",
+                str(positions.get(layer.name, "?" if not inputs else 1)),
+                f"{found.kept:,}",
+                "little" if math.isnan(found.extra) else f"{found.extra:.2f}x",
+                found.how,
+            ]
+        )
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    aligned = [
+        "  ".join(
+            cell.rjust(width) if 2 <= column <= 5 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
     ]
-    return "\n".join([f"{'layer':{width}}  {'type':22} {'parameters':>12}  gradients of single examples", *lines])
+    notes = [
+        f"kept: numbers per example until the pair is complete. extra: multiplications over those of the layer's own "
+        f"step, with {batch} examples in a batch."
+    ]
+    if not inputs:
+        notes.append("Without inputs every layer is taken to have one position: give a batch, explain(model, x).")
+    return "\n".join([*aligned, *notes])
+
+
+def _positions(model: nn.Module, layers: list[Layer], inputs: tuple[Any, ...]) -> dict[str, int]:
+    """Outputs in time or space for each example, by layer, from one forward pass."""
+    found: dict[str, int] = {}
+    num = len(inputs[0])
+
+    def note(name: str, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            channels = output.shape[1] if isinstance(model.get_submodule(name), _CHANNELS_FIRST) else output.shape[-1]
+            found[name] = max(1, output.numel() // (num * channels))
+
+    handles = [
+        layer.module.register_forward_hook(lambda module, args, output, name=layer.name: note(name, output))  # noqa: ARG005
+        for layer in layers
+    ]
+    try:
+        with torch.no_grad():
+            model(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+_CHANNELS_FIRST = (nn.Conv1d, nn.Conv2d, nn.GroupNorm)
 
 
 def _check_whole(name: str, module: nn.MultiheadAttention | nn.RNNBase) -> None:
