@@ -4,13 +4,17 @@
 
 A step is forward, backward and the optimizer's; every example is a worker of its own, so that a pair takes two steps.
 Every contender runs in a process of its own for its peak memory, and in turns with the others for its seconds.
+Opacus is optional: pip install --no-deps opacus opt_einsum
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +26,12 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 from benchmarks import report
 from cdgrab import Ordering, World, per_example_grads
 
+MOST_NUMBERS = 1 << 30  # of rows
+HUNGRY = ("rows", "opacus", "vmap")
 STEPS = 4  # of a contender in a round: two pairs
 SIZES = {"transformer-3m": (256, 4), "transformer-30m": (640, 6)}
 MODELS = ["mlp", "lenet", "adapters", *SIZES]
-CONTENDERS = ["plain", "ghost", "rows", "vmap"]
+CONTENDERS = ["plain", "ghost", "sketch", "rows", "opacus", "vmap"]
 
 
 class Lenet(nn.Module):
@@ -113,8 +119,11 @@ def stepper(contender: str, name: str, batch: int, device: str) -> Callable[[], 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=1e-4, momentum=0.9)
     ordering = Ordering(batch * 10**4, batch_size=batch, unit_size=1, world=World.simulated(batch))
-    if contender in ("ghost", "rows"):
-        ordering.attach(model, source="ghost" if contender == "ghost" else "per_example")
+    sources = {"ghost": "ghost", "sketch": "sketch", "rows": "per_example"}
+    if contender in sources:
+        ordering.attach(model, source=sources[contender])
+    if contender == "opacus":
+        model = importlib.import_module("opacus.grad_sample").GradSampleModule(model)
 
     def step() -> None:
         if contender == "vmap":
@@ -125,6 +134,11 @@ def stepper(contender: str, name: str, batch: int, device: str) -> Callable[[], 
                 parameter.grad = part.view_as(parameter)
         else:
             cross_entropy(model(x), y).backward()
+        if contender == "opacus":
+            samples: list[Any] = [parameter.grad_sample for parameter in trainable]  # type: ignore[attr-defined]
+            ordering.observe(torch.cat([sample.flatten(1) for sample in samples], dim=1))
+            for parameter in trainable:
+                parameter.grad_sample = None  # type: ignore[attr-defined]
         optimizer.step()
         optimizer.zero_grad()
 
@@ -146,6 +160,7 @@ def peak(contender: str, name: str, batch: int, device: str) -> float:
 
 def _peak(contender: str, name: str, batch: int, device: str, answers: Any) -> None:
     torch.set_num_threads(2)
+    warnings.simplefilter("ignore")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing everything
     before = _resident("VmHWM")
     step = stepper(contender, name, batch, device)
@@ -162,6 +177,9 @@ def _resident(what: str) -> float:
 
 def measure(name: str, batch: int, rounds: int, device: str, contenders: list[str]) -> list[list[str]]:
     """Rows of the table for one model and batch."""
+    dim = sum(parameter.numel() for parameter in make(name, 1, "cpu")[0].parameters() if parameter.requires_grad)
+    if 2 * batch * dim > MOST_NUMBERS:  # rows of two steps
+        contenders = [contender for contender in contenders if contender not in HUNGRY]
     steps = {contender: stepper(contender, name, batch, device) for contender in contenders}
     seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
     for turn in range(rounds + 1):
@@ -208,6 +226,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
+    if importlib.util.find_spec("opacus") is None and "opacus" in options.contenders:
+        print("opacus is not installed and is left out")
+        options.contenders.remove("opacus")
+    warnings.simplefilter("ignore")  # torch.func tells of every rule it misses
     rows = [
         row
         for name in options.models
@@ -218,7 +240,9 @@ def main() -> None:
     body = (
         f"Milliseconds per training step, median of {options.rounds} rounds of {STEPS} steps; ratios within a round. "
         "`plain` orders nothing; `ghost` is `attach(model, source='ghost')`; `rows` is `source='per_example'`; `vmap` "
-        "is `per_example_grads` with `observe`, which replaces the backward pass. Every example is a worker. Peak "
+        "is `per_example_grads` with `observe`, which replaces the backward pass; `opacus` is its per-sample gradients "
+        "with `observe`; `sketch` is `source='sketch'` with about 1,024 numbers per example. A contender whose rows "
+        f"would take more than {MOST_NUMBERS * 4 / 2**30:.0f} GiB is left out. Every example is a worker. Peak "
         "memory of a process above what it had before the model was made.\n\n" + report.table(header, rows)
     )
     report.write("per_example", "Gradients of single examples", body)
