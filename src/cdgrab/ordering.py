@@ -253,8 +253,14 @@ class Ordering:
         if self._attachment is None:
             raise ValueError("the ordering is not attached to a model")
         self._settle()
+        if self._records and self._progress.turns:
+            raise ValueError(
+                f"{self._progress.turns} turns of this epoch have been observed as records, which nothing else can "
+                "continue; detach between epochs, or call set_epoch() first"
+            )
         self._attachment.detach()
         self._attachment = None
+        self._balance_records(False)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` with what has been observed so far. Does nothing if `epoch` is the current one."""
@@ -330,9 +336,9 @@ class Ordering:
                 f"the state was taken {kinds[payload['sketch'] is None]}, and this ordering is "
                 f"{kinds[self._sketcher is None]}; attach the model before loading"
             )
-        # Nothing can fail any more.
         if self._sketcher is not None:
             self._sketcher.load_state_dict(payload["sketch"])
+        # Nothing can fail any more.
         self._units, self._orders, self._progress, self._sorter = units, orders, progress, sorter
         self._epoch, self._dim, self._device = state["epoch"], payload["dim"], None
         self._dtype = None if payload["dtype"] is None else getattr(torch, payload["dtype"])
@@ -372,8 +378,8 @@ class Ordering:
         yield
         self._seconds += time.perf_counter() - start
 
-    def _balance_records(self) -> None:
-        """From now on rows come as records."""
+    def _check_records(self) -> None:
+        """Whether rows can come as records."""
         if self._sorter is None:
             return
         alone = isinstance(self._spec, Balanced) and not self._spec.coordinated and self.world.size > 1
@@ -382,7 +388,7 @@ class Ordering:
                 f"source 'ghost' balances pairs against one running sum, which order {self.order_name!r} does not; use "
                 "order 'cd-grab', or source 'per_example'"
             )
-        if self._ranks_meet:
+        if not self.world.one_process and self.world.size > 1:
             raise ValueError(
                 f"source 'ghost' needs all workers in one process, and there are {self.world.size} ranks; use source "
                 "'per_example'"
@@ -392,10 +398,14 @@ class Ordering:
                 f"{self._progress.turns} turns of this epoch have been observed already; attach the model before the "
                 "first batch of an epoch"
             )
-        self._records = True
-        self._sorter = self._new_sorter()
-        assert self._sorter is not None
-        self._sorter.start_epoch(self._epoch, self._visits())
+
+    def _balance_records(self, wanted: bool) -> None:
+        """Rows come as records from now on, or no longer."""
+        if self._sorter is not None and wanted != self._records:
+            self._records = wanted
+            self._sorter = self._new_sorter()
+            assert self._sorter is not None
+            self._sorter.start_epoch(self._epoch, self._visits())
 
     def _examples_due(self) -> int:
         """How many examples the batch under way has, if units are single examples."""

@@ -123,12 +123,11 @@ def differentiated(module: nn.Module, args: Any, kwargs: Any, grads: list[Tensor
 
     Whatever has `num` entries along the first dimension is taken to be one for each example.
     """
-    params = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-    others = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad} | dict(
-        module.named_buffers()
-    )
+    params = {name: _wide(p) for name, p in module.named_parameters() if p.requires_grad}
+    others = {name: _wide(p) for name, p in module.named_parameters() if not p.requires_grad}
+    others |= {name: _wide(buffer) for name, buffer in module.named_buffers()}
     leaves, spec = tree_flatten((args, {k: v for k, v in kwargs.items() if k != "attn_mask"}))
-    leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    leaves = [_wide(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == num for leaf in leaves]
     fixed = {"attn_mask": kwargs["attn_mask"]} if "attn_mask" in kwargs else {}
     known = [grad is not None for grad in grads]
@@ -150,7 +149,7 @@ def differentiated(module: nn.Module, args: Any, kwargs: Any, grads: list[Tensor
         return gradient
 
     examples = [leaf for leaf, is_mapped in zip(leaves, mapped, strict=True) if is_mapped]
-    cotangents = [grad for grad in grads if grad is not None]
+    cotangents = [_wide(grad) for grad in grads if grad is not None]
     if isinstance(module, nn.RNNBase) and (len(args) > 1 or kwargs):
         raise ValueError(
             f"{type(module).__name__} is called with a state, which is not laid out example by example; let it begin "
@@ -164,6 +163,13 @@ def differentiated(module: nn.Module, args: Any, kwargs: Any, grads: list[Tensor
     finally:
         torch.backends.mkldnn.set_flags(_enabled=before)
     return {name: Rows(row.flatten(1)) for name, row in rows.items()}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Half precision, as autocast leaves it, is too little to differentiate with."""
+    if not tensor.is_floating_point():
+        return tensor.detach()
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _initial_state(module: nn.RNNBase, x: Tensor) -> Any:

@@ -72,14 +72,17 @@ def find_layers(model: nn.Module) -> list[Layer]:
             continue
         as_a_whole = isinstance(module, WHOLE)
         owned = [p for p in module.parameters(recurse=as_a_whole) if p.requires_grad]
-        if isinstance(module, MIXES_EXAMPLES) and module.training and owned:
-            raise ValueError(
-                f"layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so that none of them has a "
-                "gradient of its own; use GroupNorm, or put the layer into eval mode"
-            )
+        if isinstance(module, MIXES_EXAMPLES):
+            check_mixing(name, module)
         if not owned:
             continue
         known = handler_of(module) is not None
+        strange = {key for key, p in module.named_parameters(recurse=False) if p.requires_grad} - {"weight", "bias"}
+        if known and strange:
+            raise ValueError(
+                f"layer {name!r} ({type(module).__name__}) makes its weight from {', '.join(sorted(strange))}, as with "
+                "weight normalisation, which is not known; remove it, or freeze the layer"
+            )
         if not known and not as_a_whole and any(True for _ in module.children()):
             names = ", ".join(repr(key) for key, p in module.named_parameters(recurse=False) if p.requires_grad)
             raise ValueError(
@@ -93,6 +96,15 @@ def find_layers(model: nn.Module) -> list[Layer]:
     if not layers:
         raise ValueError("the model has no trainable parameter; there is no gradient to order by")
     return layers
+
+
+def check_mixing(name: str, module: nn.Module) -> None:
+    """Refuse a layer that takes statistics of the batch."""
+    if module.training:
+        raise ValueError(
+            f"layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so that none of them has a "
+            "gradient of its own; use GroupNorm, or put the layer into eval mode"
+        )
 
 
 def explain(model: nn.Module, batch: int, inputs: tuple[Any, ...] = ()) -> str:

@@ -223,7 +223,7 @@ class Lookup:
 
     def as_matrix(self) -> Matrix:
         """For a table that is also the weight of a linear layer, whose output it then is."""
-        used_NTV = torch.nn.functional.one_hot(self.index_NT, self.num_rows).to(self.b_NTq.dtype)
+        used_NTV = torch.nn.functional.one_hot(self.index_NT.long(), self.num_rows).to(self.b_NTq.dtype)
         return Matrix(self.b_NTq, used_NTV)
 
     def products(self, r: Tensor) -> tuple[Tensor, Tensor]:

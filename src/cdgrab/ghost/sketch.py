@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdgrab.ghost.records import Lookup, Matrix, Record, Rows
+from cdgrab.ghost.records import Lookup, Matrix, Record
 from cdgrab.units import generator
 
 Side = tuple[str, str]  # parameter, and "a" or "b"
@@ -57,65 +57,61 @@ class Sketcher:
 
     def __call__(self, records: dict[str, Record], epoch: int) -> Tensor:
         """Rows of a batch that belongs to `epoch`."""
+        like = next(iter(records.values())).tensors[-1]
         if epoch != self._epoch:
             if self._moments:
-                self._fit()
+                self._fit(like)
             self._epoch = epoch
         gathering = self._fitted and self._epoch % self._refresh == 0
-        num, like = _some(records)
         parts = []
-        for name, length in self._length.items():
-            record = records.get(name)
-            parts.append(
-                like.new_zeros(num, self._width(name))
-                if record is None
-                else self._short(name, record, length, gathering)
-            )
+        for name in self._shapes:
+            if name in records:
+                parts.append(self._short(name, records[name], gathering))
+            else:
+                parts.append(like.new_zeros(len(like), math.prod(self._sizes(name))))
         return torch.cat(parts, dim=1)
 
-    def _short(self, name: str, record: Record, length: int, gathering: bool) -> Tensor:
-        numel = self._shapes[name].numel()
-        if numel <= length:
+    def _short(self, name: str, record: Record, gathering: bool) -> Tensor:
+        sizes = self._sizes(name)
+        if math.prod(sizes) == self._shapes[name].numel():
             return record.rows()
-        if len(self._shapes[name]) == 1 or isinstance(record, Rows):
-            rows_ND = record.rows()
-            if gathering and numel <= _MOST_FITTED:
-                self._gather((name, "a"), rows_ND)
-            return rows_ND @ self._projection((name, "a"), length, numel, rows_ND).T
         q, p = self._sides(name)
-        kb, ka = self._split(name)
         if isinstance(record, Lookup):
-            a_NTq, b_NTk = record.b_NTq, self._projection((name, "b"), kb, q, record.b_NTq).T[record.index_NT]
+            a_NTp = record.b_NTq
+            b_NTk = self._projection((name, "b"), sizes[0], q, a_NTp).T[record.index_NT]
         else:
-            assert isinstance(record, Matrix)
-            a_NTq = record.a_NTp
-            b_NTk = record.b_NTq @ self._projection((name, "b"), kb, q, record.b_NTq).T
+            if isinstance(record, Matrix):
+                a_NTp, b_NTq = record.a_NTp, record.b_NTq
+            else:  # every output is a position of its own
+                a_NTp = record.rows().view(-1, q, p)
+                b_NTq = torch.eye(q, dtype=a_NTp.dtype, device=a_NTp.device).expand(len(a_NTp), q, q)
+            b_NTk = b_NTq @ self._projection((name, "b"), sizes[0], q, b_NTq).T
             if gathering:
-                self._gather((name, "b"), record.b_NTq.flatten(0, 1))
+                self._gather((name, "b"), b_NTq if isinstance(record, Matrix) else a_NTp.mT)
         if gathering:
-            self._gather((name, "a"), a_NTq.flatten(0, 1))
-        a_NTk = a_NTq @ self._projection((name, "a"), ka, p, a_NTq).T
+            self._gather((name, "a"), a_NTp)
+        a_NTk = a_NTp @ self._projection((name, "a"), sizes[1], p, a_NTp).T
         return (b_NTk.mT @ a_NTk).flatten(1)
 
     def _sides(self, name: str) -> tuple[int, int]:
-        q = self._shapes[name][0]
-        return q, self._shapes[name].numel() // q
+        """A parameter as a matrix; one of a single dimension has one output."""
+        shape = self._shapes[name]
+        q = shape[0] if len(shape) > 1 else 1
+        return q, shape.numel() // q
 
-    def _split(self, name: str) -> tuple[int, int]:
-        """How many directions of each side."""
+    def _sizes(self, name: str) -> tuple[int, int]:
+        """How many directions of each side are kept."""
         q, p = self._sides(name)
-        side = math.isqrt(self._length[name])
-        kb = min(q, max(1, side))
-        return kb, min(p, max(1, self._length[name] // kb))
-
-    def _width(self, name: str) -> int:
-        numel, length = self._shapes[name].numel(), self._length[name]
-        if numel <= length:
-            return numel
-        return length if len(self._shapes[name]) == 1 else math.prod(self._split(name))
+        length = self._length[name]
+        if q * p <= length:
+            return q, p
+        kb = min(q, max(1, math.isqrt(length)))
+        return kb, min(p, max(1, length // kb))
 
     def _projection(self, side: Side, rows: int, columns: int, like: Tensor) -> Tensor:
-        if side not in self._projections:
+        if side not in self._projections and rows == columns:
+            self._projections[side] = torch.eye(rows).to(like)  # nothing is given up on this side
+        elif side not in self._projections:
             number = list(self._shapes).index(side[0])
             draws = generator(self._seed, 2 * number + (side[1] == "b"), "sketch").standard_normal((rows, columns))
             self._projections[side] = torch.from_numpy(draws / math.sqrt(rows)).to(like)
@@ -123,48 +119,57 @@ class Sketcher:
             self._projections[side] = self._projections[side].to(like.device)
         return self._projections[side]
 
-    def _gather(self, side: Side, vectors_Md: Tensor) -> None:
-        if side not in self._moments:
-            self._moments[side] = vectors_Md.new_zeros(vectors_Md.shape[1], vectors_Md.shape[1])
-        self._moments[side].addmm_(vectors_Md.T, vectors_Md)
+    def _gather(self, side: Side, vectors: Tensor) -> None:
+        """Second moments; of a side too long for that, none: it stays random."""
+        width = vectors.shape[-1]
+        if width > _MOST_FITTED:
+            return
+        vectors_Md = vectors.reshape(-1, width)
+        vectors_Md = torch.where(vectors_Md.isfinite().all(1, keepdim=True), vectors_Md, 0.0)
+        moment_dd = self._moments.get(side, vectors.new_zeros(width, width)).to(vectors.device)
+        self._moments[side] = moment_dd.addmm_(vectors_Md.T, vectors_Md)
 
-    def _fit(self) -> None:
-        """Leading directions of what has been gathered, by all ranks together; rank 0 finds them for everyone."""
+    def _fit(self, like: Tensor) -> None:
+        """Leading directions of what all ranks have gathered; rank 0 finds them for everyone."""
         moments, self._moments = self._moments, {}
-        for side, moment_dd in moments.items():
-            count = len(self._projections[side])
-            if self._group is not None:
-                dist.all_reduce(moment_dd, group=self._group)
-            if not bool(moment_dd.isfinite().all()):
+        for name in self._shapes:
+            if math.prod(self._sizes(name)) == self._shapes[name].numel():
                 continue
-            directions_dk = torch.linalg.eigh(moment_dd.double())[1][:, -count:].to(moment_dd.dtype)
-            directions = directions_dk.T.contiguous()
-            if self._group is not None:
-                dist.broadcast(directions, dist.get_global_rank(self._group, 0), group=self._group)
-            self._projections[side] = directions
+            # The same collectives on all ranks, whatever each of them has seen.
+            for key, width, count in zip(("b", "a"), self._sides(name), self._sizes(name), strict=True):
+                if width > _MOST_FITTED or width == count:
+                    continue
+                moment_dd = moments.get((name, key), like.new_zeros(width, width)).to(like.device)
+                if self._group is not None:
+                    dist.all_reduce(moment_dd, group=self._group)
+                directions = like.new_zeros(count, width)
+                if self._group is None or dist.get_rank(self._group) == 0:
+                    directions = torch.linalg.eigh(moment_dd.double())[1][:, -count:].T.to(like.dtype).contiguous()
+                if self._group is not None:
+                    dist.broadcast(directions, dist.get_global_rank(self._group, 0), group=self._group)
+                if bool(moment_dd.any()):
+                    self._projections[name, key] = directions
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "length": self._length,
             "epoch": self._epoch,
             "projections": {side: tensor.clone() for side, tensor in self._projections.items()},
             "moments": {side: tensor.clone() for side, tensor in self._moments.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["length"] != self._length:
+            raise ValueError("the state was taken with sketches of another length; attach the model with that length")
         self._epoch = state["epoch"]
         self._projections = {side: tensor.clone() for side, tensor in state["projections"].items()}
         self._moments = {side: tensor.clone() for side, tensor in state["moments"].items()}
 
 
-_MOST_FITTED = 4096  # numbers of a row whose second moments are gathered
+_MOST_FITTED = 4096  # numbers of an input or output gradient whose second moments are gathered
 
 
 def _shares(shapes: dict[str, torch.Size], length: int) -> dict[str, int]:
     roots = {name: math.sqrt(shape.numel()) for name, shape in shapes.items()}
     total = sum(roots.values())
     return {name: max(1, round(length * root / total)) for name, root in roots.items()}
-
-
-def _some(records: dict[str, Record]) -> tuple[int, Tensor]:
-    tensor = next(iter(records.values())).tensors[-1]
-    return len(tensor), tensor

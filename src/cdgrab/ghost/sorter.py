@@ -40,6 +40,7 @@ def table(batch: Batch, running_sum: dict[str, Tensor]) -> Tensor:
         table_KK1 = torch.cat([gram_KK, dots_K[:, None]], dim=1).double()
         sum_KK1 = table_KK1 if sum_KK1 is None else sum_KK1.add_(table_KK1)
     assert sum_KK1 is not None
+    sum_KK1.diagonal().clamp_(min=0)  # of nearly identical examples, rounding may leave less than nothing
     return sum_KK1
 
 
@@ -64,21 +65,23 @@ class GhostPairs:
         turn_of = [torch.arange(workers) * turns + turn for turn in range(turns)]
         self._make_room(batch, shapes)
         start = 0
-        firsts, seconds, counts = [], [], []
+        firsts, seconds, counts, alone = [], [], [], []
         if self._held is not None:
             firsts, seconds, counts = [self._held], [self._pick(batch, turn_of[0])], [self._held_W & counts_mW[0]]
-            self._alone(self._held_W ^ counts_mW[0])
+            alone = [self._held_W ^ counts_mW[0]]
             self._held, start = None, 1
         whole = start + (turns - start) // 2 * 2
         for turn in range(start, whole, 2):
             firsts.append(self._pick(batch, turn_of[turn]))
             seconds.append(self._pick(batch, turn_of[turn + 1]))
             counts.append(counts_mW[turn] & counts_mW[turn + 1])
-            self._alone(counts_mW[turn] ^ counts_mW[turn + 1])
+            alone.append(counts_mW[turn] ^ counts_mW[turn + 1])
         if firsts:
             pairs = [difference(first, second) for first, second in zip(firsts, seconds, strict=True)]
-            names = {name for pair in pairs for name in pair}
-            self._balance({name: stacked([pair[name] for pair in pairs]) for name in names}, np.concatenate(counts))
+            names = dict.fromkeys(name for pair in pairs for name in pair)
+            self._balance({name: stacked(_filled(pairs, name)) for name in names}, np.concatenate(counts))
+        for alone_W in alone:  # a unit without a partner is the last of its worker
+            self._alone(alone_W)
         if whole < turns:
             self._held = self._pick(batch, turn_of[whole])
             self._held_W = counts_mW[whole]
@@ -109,13 +112,12 @@ class GhostPairs:
 
     def _make_room(self, batch: Batch, shapes: dict[str, torch.Size]) -> None:
         for name, record in batch.items():
-            like = record.tensors[-1]
             if name not in self.running_sum:
-                self.running_sum[name] = like.new_zeros(shapes[name])
-            elif self.running_sum[name].device != like.device:  # a loaded state follows the model
-                self.running_sum[name] = self.running_sum[name].to(like.device)
+                self.running_sum[name] = record.tensors[-1].new_zeros(shapes[name])
+        device = next(iter(batch.values())).tensors[-1].device
+        # A loaded state follows the model.
+        self.running_sum = {name: running_sum.to(device) for name, running_sum in self.running_sum.items()}
         if self._held is not None:
-            device = like.device
             self._held = {
                 name: record.like(tuple(tensor.to(device) for tensor in record.tensors))
                 for name, record in self._held.items()
@@ -174,3 +176,10 @@ class GhostPairs:
         self.decisions.load_state_dict(state["decisions"])
         self._tally = Tally(**state["tally"])
         self._rule.load_state_dict(state["rule"])
+
+
+def _filled(pairs: list[Batch], name: str) -> list[Record]:
+    """The records of a parameter, with zeros where it got no gradient."""
+    some = next(pair[name] for pair in pairs if name in pair)
+    rows = None if all(name in pair for pair in pairs) else some.rows()
+    return [pair[name] if rows is None or name in pair else Rows(torch.zeros_like(rows)) for pair in pairs]

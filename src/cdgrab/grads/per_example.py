@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from cdgrab.ghost.layers import MIXES_EXAMPLES
+from cdgrab.ghost.plan import check_mixing
+
 
 def per_example_grads(
     model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor
@@ -38,11 +41,8 @@ def per_example_grads(
         return loss_fn(functional_call(model, (params, frozen, buffers), (x[None],)), y[None])
 
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise ValueError(
-                f"layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so that none of them has a "
-                "gradient of its own; use GroupNorm, or put the layer into eval mode"
-            )
+        if isinstance(module, MIXES_EXAMPLES):
+            check_mixing(name, module)
     # Dropout and the like draw anew for every example, as they do in a batch.
     compute = vmap(grad(loss_of), in_dims=(None, 0, 0), randomness="different")
     try:

@@ -46,6 +46,8 @@ def attach(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; say 'mean' or 'sum', as the loss does with the batch")
     if source != "batch":
+        if hook is not None:
+            raise ValueError(f"hook= is for source 'batch'; with source {source!r} register it with the model itself")
         return _attach_examples(ordering, model, source, reduction, length, fitted)
     world, batch = ordering.world, ordering.batch_size
     if world.one_process and world.size > 1:
@@ -86,8 +88,10 @@ def _attach_examples(
         raise ValueError("with fully_shard no rank has whole layers to look at; use source 'batch'")
     watched = model.module if isinstance(model, DistributedDataParallel) else model
     if source == "ghost":
-        ordering._balance_records()
-        return ExampleAttachment(ordering, watched, ordering._observe_records, mean=reduction == "mean")
+        ordering._check_records()
+        attachment = ExampleAttachment(ordering, watched, ordering._observe_records, mean=reduction == "mean")
+        ordering._balance_records(True)
+        return attachment
 
     if source == "sketch" and length < 1:
         raise ValueError(f"length is {length}; a sketch has at least one number")

@@ -25,7 +25,7 @@ class FsdpAttachment:
 
     def __init__(self, ordering: Ordering, model: nn.Module) -> None:
         self._ordering = ordering
-        self._queued = False
+        self._task: int | None = None  # the backward pass that has been queued
         self._stream: torch.cuda.Stream | None = None
         wrapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._modules = [module for module in wrapped if param_groups(module)]  # the others have nothing to reduce
@@ -47,9 +47,10 @@ class FsdpAttachment:
         sorter = self._ordering._attached_sorter()
         if input.is_cuda:
             self._stream = torch.cuda.current_stream(input.device)
-        if not self._queued:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
             # At the end of this backward pass all modules will have come by.
-            self._queued = True
+            self._task = task
             Variable._execution_engine.queue_callback(self._on_end_of_backward)
         size = dist.get_world_size(group)
         slices = input.new_empty(size, output.numel())
@@ -66,7 +67,7 @@ class FsdpAttachment:
                 sorter.put(piece, slices)
 
     def _on_end_of_backward(self) -> None:
-        self._queued = False
+        self._task = None
         sorter = self._ordering._attached_sorter()
         turn = self._ordering._count_turn()
         # On a GPU modules are reduced on a stream of FSDP's; what follows must come after them.

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from cdgrab.ghost.layers import Records, differentiated, handler_of
-from cdgrab.ghost.plan import Layer, find_layers
+from cdgrab.ghost.layers import MIXES_EXAMPLES, Records, differentiated, handler_of
+from cdgrab.ghost.plan import Layer, check_mixing, find_layers
 from cdgrab.ghost.records import Record, total
 from cdgrab.ghost.sketch import Sketcher
 
@@ -63,20 +63,31 @@ class ExampleAttachment:
         self._ordering = ordering
         self._consume = consume
         self._mean = mean
-        self._queued = False
-        self._differentiating = False
+        self._layers = find_layers(model)
         # A parameter with several names, as with tied weights, goes by the first of them.
-        self._names: dict[int, str] = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                self._names[id(parameter)] = name
-        self._shapes = {name: dict(model.named_parameters())[name].shape for name in self._names.values()}
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        names = {id(parameter): name for name, parameter in trainable.items()}
+        self._names = {
+            (layer.name, key): names[id(parameter)]
+            for layer in self._layers
+            for key, parameter in layer.module.named_parameters()
+            if parameter.requires_grad
+        }
+        self._shapes = {name: parameter.shape for name, parameter in trainable.items()}
+        self._mixing = [(name, m) for name, m in model.named_modules() if isinstance(m, MIXES_EXAMPLES)]
+        self._task: int | None = None  # the backward pass that has been queued
+        self._differentiating = False
+        self._accumulated = False  # whether the pass left gradients in parameters
+        self._forwards = self._forwards_before = 0
+        self._expected: dict[str, Tensor] | None = {}  # gradients of the first pass, to hold the records against
         self._records: dict[str, list[Record]] = defaultdict(list)
         self._calls: list[_Call] = []
-        self._handles: list[Any] = []
-        self._handles.append(model.register_forward_pre_hook(self._before_forward))
-        for layer in find_layers(model):
+        self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
+        for layer in self._layers:
             self._watch(layer)
+        for name, parameter in trainable.items():
+            self._handles.append(parameter.register_hook(partial(self._on_parameter, name)))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_accumulated))
 
     def settle(self) -> None:
         pass
@@ -86,15 +97,21 @@ class ExampleAttachment:
             handle.remove()
 
     def _before_forward(self, *_: Any) -> None:
-        if self._queued and torch._C._current_graph_task_id() == -1:
-            # The backward pass before broke off; what it left is not to be mixed with what comes.
-            self._queued = False
-            self._records.clear()
-            self._calls.clear()
+        if torch.is_grad_enabled() and not self._differentiating:
+            self._forwards += 1
+            for name, module in self._mixing:
+                check_mixing(name, module)
+
+    def _on_parameter(self, name: str, grad: Tensor) -> None:
+        if self._expected is not None:
+            self._expected[name] = grad.detach().clone()
+
+    def _on_accumulated(self, parameter: Tensor) -> None:  # noqa: ARG002
+        self._accumulated = True
 
     def _watch(self, layer: Layer) -> None:
         if handler_of(layer.module) is not None:
-            self._handles.append(layer.module.register_forward_hook(self._after_known(layer)))
+            self._handles.append(layer.module.register_forward_hook(self._after_known(layer), with_kwargs=True))
             return
         self._handles.append(layer.module.register_forward_hook(self._after_unknown(layer), with_kwargs=True))
 
@@ -121,27 +138,45 @@ class ExampleAttachment:
         handler = handler_of(layer.module)
         assert handler is not None
 
-        def after(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        def after(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
             if self._differentiating or not output.requires_grad:
                 return
+            given = args[0] if args else next(iter(kwargs.values()))
             # What comes from outside may be a buffer that is filled again before the pair is complete.
-            x = args[0].detach() if args[0].requires_grad else args[0].clone()
+            x = given.detach() if given.requires_grad else given.clone()
+            version, shape = x._version, output.shape
 
             def on_grad(grad: Tensor) -> None:
                 self._queue()
+                if x._version != version:
+                    raise ValueError(
+                        f"the input of layer {layer.name!r} ({type(module).__name__}) was changed in place after the "
+                        "layer had used it, so that its gradients cannot be told apart; use an operation that is not "
+                        "in place"
+                    )
                 with torch.no_grad():
+                    grad = grad.reshape(shape)
                     num = self._count(layer, grad)
                     wide = torch.promote_types(grad.dtype, torch.float32)
                     inputs = x if not x.is_floating_point() else x.to(wide)
                     self._keep(layer, handler(module, inputs, grad.to(wide), num), num)
 
-            output.register_hook(on_grad)
+            # An operation in place gives a view another history, and the hook would never be called.
+            base = output._base if output._is_view() else None
+            (output if base is None or base.numel() != output.numel() else base).register_hook(on_grad)
 
         return after
 
     def _queue(self) -> None:
-        if not self._queued:
-            self._queued = True
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            # If a pass before broke off, what it left is not to be mixed with what comes.
+            self._records.clear()
+            self._calls.clear()
+            self._accumulated = False
+            if self._expected is not None:
+                self._expected.clear()
+            self._task = task
             Variable._execution_engine.queue_callback(self._on_end_of_backward)
 
     def _count(self, layer: Layer, grad: Tensor) -> int:
@@ -151,22 +186,41 @@ class ExampleAttachment:
         if grad.shape[0] != num and not flattened:
             raise ValueError(
                 f"layer {layer.name!r} ({type(layer.module).__name__}) has outputs of shape {tuple(grad.shape)}, but "
-                f"the batch has {num} examples; examples must come first in every layer (batch_first=True)"
+                f"the batch has {num} examples; examples must come first in every layer (batch_first=True; positions "
+                "of an Embedding expanded to one row for each example)"
             )
         return num
 
     def _keep(self, layer: Layer, records: Records, num: int) -> None:
+        # The mean over fewer examples gives each of them more weight.
+        share = num / self._ordering.batch_size if self._mean else 1.0
         for key, record in records.items():
-            parameter = dict(layer.module.named_parameters()).get(key)
-            if parameter is not None and parameter.requires_grad:
-                # The mean over fewer examples gives each of them more weight.
-                share = num / self._ordering.batch_size if self._mean else 1.0
-                self._records[self._names[id(parameter)]].append(record if share == 1 else record.scaled(share))
+            parameter = getattr(layer.module, key, None) if "." not in key else layer.module.get_parameter(key)
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if (layer.name, key) not in self._names:
+                raise ValueError(
+                    f"{key!r} of layer {layer.name!r} was frozen when the model was attached and is trained now; call "
+                    "detach(), and attach the model again"
+                )
+            name = self._names[layer.name, key]
+            self._records[name].append(record if share == 1 else record.scaled(share))
 
     def _on_end_of_backward(self) -> None:
-        self._queued = False
+        self._task = None
         calls, self._calls = self._calls, []
+        taken, self._records = self._records, defaultdict(list)
+        expected, self._expected = self._expected, None if self._accumulated else self._expected
+        if not self._accumulated:
+            return  # somebody asked for gradients of something else, with torch.autograd.grad
+        if self._forwards and self._forwards == self._forwards_before:
+            raise ValueError(
+                "there was a second backward pass after one forward pass, and a batch is counted for each; with "
+                "activation checkpointing use use_reentrant=False"
+            )
+        self._forwards_before = self._forwards
         with torch.no_grad():
+            self._records = taken
             self._differentiating = True  # layers run again, and are not to be watched
             try:
                 for call in calls:
@@ -175,5 +229,27 @@ class ExampleAttachment:
                     self._keep(call.layer, rows, num)
             finally:
                 self._differentiating = False
-            records, self._records = self._records, defaultdict(list)
-            self._consume({name: total(parts) for name, parts in records.items()}, self._shapes)
+                self._records = defaultdict(list)
+            records = {name: total(parts) for name, parts in taken.items()}
+            if expected is not None:
+                self._check(records, expected)
+            self._consume(records, self._shapes)
+
+    def _check(self, records: dict[str, Record], expected: dict[str, Tensor]) -> None:
+        """Whether the examples' gradients add up to the batch's: if not, a parameter is used where nobody watches."""
+        num = self._ordering._examples_due()
+        share = num / self._ordering.batch_size if self._mean else 1.0
+        for name, grad in expected.items():
+            grad = grad.to_dense() if grad.is_sparse else grad
+            found = torch.zeros(self._shapes[name], dtype=torch.promote_types(grad.dtype, torch.float32)).to(
+                grad.device
+            )
+            if name in records:
+                records[name].add_to(found, torch.ones(num, dtype=found.dtype, device=found.device))
+            error = float((found / share - grad).norm())
+            if error > 0.1 * float(grad.norm()) + 1e-6:
+                raise ValueError(
+                    f"the gradients of single examples do not add up to that of the batch for the parameter {name!r} "
+                    f"(they miss it by {error:.3g}, its length is {float(grad.norm()):.3g}): it is used somewhere "
+                    "outside of its layer, where it cannot be watched; use the layer itself, or source='batch'"
+                )

@@ -26,7 +26,7 @@ class ModuleAttachment:
         self._model = model
         self._passes_per_unit = passes_per_unit
         self._passes = 0
-        self._queued = False
+        self._task: int | None = None  # the backward pass that has been queued
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:
             raise ValueError("the model has no trainable parameter; there is no gradient to order by")
@@ -40,12 +40,13 @@ class ModuleAttachment:
             handle.remove()
 
     def _on_grad(self, parameter: Tensor) -> None:  # noqa: ARG002
-        if not self._queued:
-            self._queued = True
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # another than one that may have broken off
+            self._task = task
             Variable._execution_engine.queue_callback(self._on_end_of_backward)
 
     def _on_end_of_backward(self) -> None:
-        self._queued = False
+        self._task = None
         self._passes += 1
         if self._passes == self._passes_per_unit:
             self._passes = 0

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from _inputs import randn
+from _models import build
 from cdgrab import Ordering, World, per_example_grads
 
 
@@ -219,3 +220,134 @@ def test_batches_that_do_not_come_first() -> None:
     ordering.attach(net, source="ghost")
     with pytest.raises(ValueError, match=r"layer '' \(Linear\) has outputs of shape \(7, 4, 4\).*batch_first"):
         net(torch.randn(7, 4, 6)).sum().backward()
+
+
+class InPlace(nn.Module):
+    """Views that are changed in place, keywords, and a layer used through its weight if `loose`."""
+
+    def __init__(self, *, loose: bool = False) -> None:
+        super().__init__()
+        self.one, self.two, self.loose = nn.Linear(6, 6), nn.Linear(6, 4), loose
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.one(input=x[:, None].expand(-1, 3, -1))
+        hidden += 1
+        hidden = torch.relu_(hidden)
+        if self.loose:
+            hidden = nn.functional.linear(hidden, self.one.weight)
+        return self.two(hidden).mean(1)  # type: ignore[no-any-return]
+
+
+def test_operations_in_place_after_a_layer() -> None:
+    orders = []
+    for source in ("ghost", "rows"):
+        torch.manual_seed(0)
+        net = InPlace().double()
+        ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)
+        if source == "ghost":
+            ordering.attach(net, source="ghost")
+        orders.append(train(net if source == "ghost" else Observed(net, ordering), ordering))
+    assert orders[0] == orders[1]
+
+
+def test_a_weight_used_outside_of_its_layer_is_found_out() -> None:
+    net = InPlace(loose=True).double()
+    ordering = Ordering(24, batch_size=4, unit_size=1)
+    ordering.attach(net, source="ghost")
+    with pytest.raises(ValueError, match=r"do not add up to that of the batch for the parameter 'one.weight'"):
+        cross_entropy(net(X[:4]), Y[:4]).backward()
+
+
+@pytest.mark.parametrize("length", [21, 22, 23, 24])
+def test_uneven_workers_with_several_turns_in_a_step(length: int) -> None:
+    orders = []
+    for source in ("ghost", "per_example"):
+        net = model()
+        ordering = Ordering(length, batch_size=8, unit_size=1, world=World.simulated(2))
+        ordering.attach(net, source=source)
+        while ordering.epoch < 2:
+            batch = torch.from_numpy(ordering.remaining()[:8])
+            cross_entropy(net(X[batch]), Y[batch]).backward()
+        orders.append([order.tolist() for order in ordering.orders])
+    assert orders[0] == orders[1]
+
+
+class Alternating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out, self.calls = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(5, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.out((self.a if self.calls % 2 else self.b)(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("source", ["ghost", "per_example", "sketch"])
+def test_layers_that_are_not_always_used(source: str) -> None:
+    net = Alternating().double()
+    ordering = Ordering(24, batch_size=3, unit_size=1)
+    ordering.attach(net, source=source, length=40)
+    while ordering.epoch < 2:
+        batch = torch.from_numpy(ordering.remaining()[:3])
+        cross_entropy(net(X[batch]), Y[batch]).backward()
+    assert sorted(ordering.order.tolist()) == list(range(24))
+
+
+def test_gradients_asked_for_otherwise_are_no_batch() -> None:
+    net = model()
+    ordering = Ordering(24, batch_size=4, unit_size=1)
+    ordering.attach(net, source="ghost")
+    x = X[:4].clone().requires_grad_()
+    torch.autograd.grad(net(x).sum(), x)
+    assert len(ordering.remaining()) == 24
+    cross_entropy(net(X[:4]), Y[:4]).backward()
+    assert len(ordering.remaining()) == 20
+
+
+def test_identical_examples_and_a_rule_that_takes_roots() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 4))
+    ordering = Ordering(64, batch_size=8, unit_size=1, rule="halving", world=World.simulated(4))
+    ordering.attach(net, source="ghost")
+    x = X[:1].float().expand(64, -1) + 1e-7 * randn(64, 6)
+    while ordering.epoch < 1:
+        cross_entropy(net(x[ordering.remaining()[:8]]), torch.zeros(8, dtype=torch.long)).backward()
+    assert sorted(ordering.order.tolist()) == list(range(64))
+
+
+def test_detached_orderings_take_rows_again() -> None:
+    ordering = Ordering(24, batch_size=4, unit_size=1)
+    with pytest.raises(ValueError, match="BatchNorm1d"):
+        ordering.attach(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, affine=False)), source="ghost")
+    net = model()
+    ordering.attach(net, source="ghost")
+    cross_entropy(net(X[:4]), Y[:4]).backward()
+    with pytest.raises(ValueError, match="turns of this epoch have been observed as records"):
+        ordering.detach()
+    ordering.set_epoch(1)
+    ordering.detach()
+    ordering.observe(randn(4, 3))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "attention"])
+def test_autocast_with_layers_that_are_differentiated_once_more(kind: str) -> None:
+    net, x, y = build(kind, 8, torch.float32)
+    ordering = Ordering(8, batch_size=4, unit_size=1)
+    ordering.attach(net, source="ghost")
+    for part in (slice(0, 4), slice(4, 8)):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = net(x[part])
+        cross_entropy(outputs.float(), y[part]).backward()
+    assert ordering.epoch == 1
+
+
+def test_a_pass_that_breaks_off_does_not_end_observing() -> None:
+    net = model()
+    ordering = Ordering(24, batch_size=4)
+    ordering.attach(net)
+    hidden = net[0](X[:4])  # type: ignore[index]
+    hidden.register_hook(_raise)
+    with pytest.raises(RuntimeError, match="broken"):
+        net[2](hidden).sum().backward()  # type: ignore[index]
+    cross_entropy(net(X[:4]), Y[:4]).backward()
+    assert len(ordering.remaining()) == 20

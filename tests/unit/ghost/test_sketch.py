@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from _models import MODELS, build, recorded
 from cdgrab import Ordering, World
 from cdgrab.ghost.records import written_out
 from cdgrab.ghost.sketch import Sketcher
+from cdgrab.hooks.ghost import ExampleAttachment
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -94,3 +97,24 @@ def test_resume() -> None:
 def test_a_sketch_of_nothing() -> None:
     with pytest.raises(ValueError, match="length is 0; a sketch has at least one number"):
         Ordering(8, batch_size=4, unit_size=1).attach(nn.Linear(2, 2), source="sketch", length=0)
+
+
+@pytest.mark.parametrize("fitted", [True, False])
+def test_sequences_of_any_length(fitted: bool) -> None:
+    """Short ones leave factors, long ones rows; the sketch is the same projection of either."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16, bias=False).double()
+    sketcher = None
+    for positions in (40, 3, 40):
+        x = torch.randn(4, positions, 16, dtype=torch.float64)
+        ordering = Ordering(4, batch_size=4, unit_size=1, order="rr")
+        caught: list[Any] = []
+        attachment = ExampleAttachment(ordering, model, lambda *found, kept=caught: kept.append(found), mean=True)
+        model(x).square().mean().backward()
+        attachment.detach()
+        [(records, shapes)] = caught
+        sketcher = sketcher or Sketcher(shapes, 36, fitted=fitted)
+        rows = sketcher(records, 0)
+        b, a = (sketcher._projections["weight", side] for side in "ba")
+        expected = b @ written_out(records, shapes).view(4, 16, 16) @ a.T
+        torch.testing.assert_close(rows, expected.flatten(1))
