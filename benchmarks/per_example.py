@@ -121,7 +121,7 @@ def stepper(contender: str, name: str, batch: int, device: str) -> Callable[[], 
     ordering = Ordering(batch * 10**4, batch_size=batch, unit_size=1, world=World.simulated(batch))
     sources = {"ghost": "ghost", "sketch": "sketch", "rows": "per_example"}
     if contender in sources:
-        ordering.attach(model, source=sources[contender])
+        ordering.attach(model, source=sources[contender], fitted=False)  # as in epochs that gather nothing
     if contender == "opacus":
         model = importlib.import_module("opacus.grad_sample").GradSampleModule(model)
 
@@ -241,9 +241,10 @@ def main() -> None:
         f"Milliseconds per training step, median of {options.rounds} rounds of {STEPS} steps; ratios within a round. "
         "`plain` orders nothing; `ghost` is `attach(model, source='ghost')`; `rows` is `source='per_example'`; `vmap` "
         "is `per_example_grads` with `observe`, which replaces the backward pass; `opacus` is its per-sample gradients "
-        "with `observe`; `sketch` is `source='sketch'` with about 1,024 numbers per example. A contender whose rows "
-        f"would take more than {MOST_NUMBERS * 4 / 2**30:.0f} GiB is left out. Every example is a worker. Peak "
-        "memory of a process above what it had before the model was made.\n\n" + report.table(header, rows)
+        "with `observe`; `sketch` is `source='sketch'` with about 1,024 numbers per example, in an epoch that fits "
+        f"nothing. A contender whose rows would take more than {MOST_NUMBERS * 4 / 2**30:.0f} GiB is left out. Every "
+        "example is a worker. Peak memory of a process above what it had before the model was made.\n\n"
+        + report.table(header, rows)
     )
     report.write("per_example", "Gradients of single examples", body)
 
