@@ -116,13 +116,14 @@ def draw(runs: dict[str, list[list[dict[str, Any]]]]) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
-    base = np.mean([[record["loss"] for record in run] for run in runs["rr"]], axis=0)
-    epochs = np.arange(1, len(base) + 1)
+    base = np.array([[record["loss"] for record in run] for run in runs["rr"]])  # of the same seed
+    epochs = np.arange(1, base.shape[1] + 1)
     greys = {4096: "#1b4f72", 1024: "#2e86c1", 256: "#85c1e9"}
     for axis, kind in zip(axes, ("fitted", "random"), strict=True):
         axis.axhline(0, color="#888888", linewidth=1.2, label="random reshuffling")
         for way, colour in [("ghost", "#D55E00"), *((f"{kind} sketch of {n}", greys[n]) for n in LENGTHS)]:
-            losses = np.array([[record["loss"] for record in run] for run in runs[way]]) - base
+            losses = np.array([[record["loss"] for record in run] for run in runs[way]])
+            losses = losses - base[: len(losses)]
             axis.plot(epochs, losses.mean(0), color=colour, label="exact (ghost)" if way == "ghost" else way)
             axis.fill_between(epochs, losses.min(0), losses.max(0), color=colour, alpha=0.15, linewidth=0)
         axis.set(title=f"{kind} projections", xlabel="epochs")
