@@ -59,7 +59,7 @@ class Sketcher:
         """Rows of a batch that belongs to `epoch`."""
         like = next(iter(records.values())).tensors[-1]
         if epoch != self._epoch:
-            if self._moments:
+            if self._fitted and self._epoch % self._refresh == 0:  # asked alike on all ranks: fitting takes collectives
                 self._fit(like)
             self._epoch = epoch
         gathering = self._fitted and self._epoch % self._refresh == 0

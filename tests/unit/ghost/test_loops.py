@@ -258,6 +258,32 @@ def test_a_weight_used_outside_of_its_layer_is_found_out() -> None:
         cross_entropy(net(X[:4]), Y[:4]).backward()
 
 
+class Keys(nn.Module):
+    """The bias of the keys has no gradient but for rounding: it shifts all scores of a query alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None] * torch.linspace(0.1, 2, 9)[:, None]
+        scores = torch.softmax(self.query(x) @ self.key(x).mT, dim=-1)
+        return (scores @ self.value(x)).sum(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("scale", [1.0, 65536.0])
+def test_gradients_of_nothing_but_rounding_are_no_alarm(scale: float) -> None:
+    torch.manual_seed(0)
+    net = Keys()
+    ordering = Ordering(24, batch_size=8, unit_size=1)
+    ordering.attach(net, source="ghost")
+    (scale * cross_entropy(net(X[:8].float()), Y[:8])).backward()
+    bias, weight = net.key.bias.grad, net.key.weight.grad
+    assert bias is not None and weight is not None  # noqa: PT018
+    assert 0 < float(bias.norm()) < 1e-4 * float(weight.norm())
+    assert len(ordering.remaining()) == 16
+
+
 @pytest.mark.parametrize("length", [21, 22, 23, 24])
 def test_uneven_workers_with_several_turns_in_a_step(length: int) -> None:
     orders = []
