@@ -10,6 +10,7 @@ Opacus is optional: pip install --no-deps opacus opt_einsum
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import importlib.util
 import statistics
@@ -26,9 +27,9 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 from benchmarks import report
 from cdgrab import Ordering, World, per_example_grads
 
-MOST_NUMBERS = 1 << 30  # of rows
+MOST_NUMBERS = {"cpu": 1 << 30, "cuda": 1 << 34}  # of rows
 HUNGRY = ("rows", "opacus", "vmap")
-STEPS = 4  # of a contender in a round: two pairs
+STEPS = {"cpu": 4, "cuda": 20}  # of a contender in a round: whole pairs
 SIZES = {"transformer-3m": (256, 4), "transformer-30m": (640, 6)}
 MODELS = ["mlp", "lenet", "adapters", *SIZES]
 CONTENDERS = ["plain", "ghost", "sketch", "rows", "opacus", "vmap"]
@@ -146,9 +147,18 @@ def stepper(contender: str, name: str, batch: int, device: str) -> Callable[[], 
 
 
 def peak(contender: str, name: str, batch: int, device: str) -> float:
-    """MiB at the peak of two pairs of steps, in a process of its own, above what was there before the model."""
+    """MiB at the peak of two pairs of steps, above what was there before the model.
+
+    A GPU counts its own memory; on the CPU a process of its own is needed.
+    """
     import torch.multiprocessing as mp
 
+    if device == "cuda":
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        _two_pairs(contender, name, batch, device)
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
     context = mp.get_context("spawn")
     answers: Any = context.Queue()
     process = context.Process(target=_peak, args=(contender, name, batch, device, answers))
@@ -163,10 +173,14 @@ def _peak(contender: str, name: str, batch: int, device: str, answers: Any) -> N
     warnings.simplefilter("ignore")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing everything
     before = _resident("VmHWM")
+    _two_pairs(contender, name, batch, device)
+    answers.put(_resident("VmHWM") - before)
+
+
+def _two_pairs(contender: str, name: str, batch: int, device: str) -> None:
     step = stepper(contender, name, batch, device)
     for _ in range(4):
         step()
-    answers.put(torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else _resident("VmHWM") - before)
 
 
 def _resident(what: str) -> float:
@@ -178,7 +192,7 @@ def _resident(what: str) -> float:
 def measure(name: str, batch: int, rounds: int, device: str, contenders: list[str]) -> list[list[str]]:
     """Rows of the table for one model and batch."""
     dim = sum(parameter.numel() for parameter in make(name, 1, "cpu")[0].parameters() if parameter.requires_grad)
-    if 2 * batch * dim > MOST_NUMBERS:  # rows of two steps
+    if 2 * batch * dim > MOST_NUMBERS[device]:  # rows of two steps
         contenders = [contender for contender in contenders if contender not in HUNGRY]
     steps = {contender: stepper(contender, name, batch, device) for contender in contenders}
     seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
@@ -187,11 +201,11 @@ def measure(name: str, batch: int, rounds: int, device: str, contenders: list[st
         for contender in contenders[first:] + contenders[:first]:
             _wait(device)
             start = time.perf_counter()
-            for _ in range(STEPS):
+            for _ in range(STEPS[device]):
                 steps[contender]()
             _wait(device)
             if turn:  # the first round warms up
-                seconds[contender].append((time.perf_counter() - start) / STEPS)
+                seconds[contender].append((time.perf_counter() - start) / STEPS[device])
     del steps
     memory = {contender: peak(contender, name, batch, device) for contender in contenders}
     rows = []
@@ -238,13 +252,14 @@ def main() -> None:
     ]
     header = ["model", "batch", "gradients", "ms per step", "vs plain", "peak MiB", "vs plain"]
     body = (
-        f"Milliseconds per training step, median of {options.rounds} rounds of {STEPS} steps; ratios within a round. "
-        "`plain` orders nothing; `ghost` is `attach(model, source='ghost')`; `rows` is `source='per_example'`; `vmap` "
+        f"Milliseconds per training step, median of {options.rounds} rounds of {STEPS[options.device]} steps; ratios "
+        "within a round. `plain` orders nothing; `ghost` is `attach(model, source='ghost')`; `rows` is "
+        "`source='per_example'`; `vmap` "
         "is `per_example_grads` with `observe`, which replaces the backward pass; `opacus` is its per-sample gradients "
         "with `observe`; `sketch` is `source='sketch'` with about 1,024 numbers per example, in an epoch that fits "
-        f"nothing. A contender whose rows would take more than {MOST_NUMBERS * 4 / 2**30:.0f} GiB is left out. Every "
-        "example is a worker. Peak memory of a process above what it had before the model was made.\n\n"
-        + report.table(header, rows)
+        f"nothing. A contender whose rows would take more than {MOST_NUMBERS[options.device] * 4 / 2**30:.0f} GiB is "
+        "left out. Every example is a worker. Peak memory above what there was before the model was made: of a "
+        "process, or of the GPU.\n\n" + report.table(header, rows)
     )
     report.write("per_example", "Gradients of single examples", body)
 

@@ -52,7 +52,7 @@ class LanguageModel(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, index: Tensor) -> Tensor:
-        places = torch.arange(index.shape[1]).expand_as(index)
+        places = torch.arange(index.shape[1], device=index.device).expand_as(index)
         return self.head(self.blocks(self.tokens(index) + self.positions(places))).mT  # type: ignore[no-any-return]
 
 

@@ -174,8 +174,9 @@ class Ordering:
         Args:
             rows: One row per unit, `units x dim`, or a single row. Any device, any floating type; nothing is kept by
                 reference. In a simulated world a call takes a whole step: all rows of worker 0, then of worker 1,
-                and so on, as the loader delivers them. The scale of rows does not matter as long as it is the same
-                for all of them.
+                and so on, as the loader delivers them. Several whole steps may come at once, `steps x units x dim`:
+                signs are not due before the epoch ends, and short rows are balanced faster together. The scale of
+                rows does not matter as long as it is the same for all of them.
             units: The dataset indices behind the rows, `unit_size` for each, if batches may arrive out of order.
                 Without them the rows are those of the next units of the order. Name them always or never.
         """
@@ -189,16 +190,23 @@ class Ordering:
         self._end_epoch_if_due()
 
     def _take(self, rows: Tensor, units: Tensor | None) -> None:
-        rows_ND = self._check_rows(rows)
+        rows = torch.as_tensor(rows)
+        steps = len(rows) if rows.ndim == 3 else 1
+        rows_ND = self._check_rows(rows.flatten(0, 1) if rows.ndim == 3 else rows)
         if units is None:
-            step = self._progress.next_step(len(rows_ND) if self._sorter is not None else None, self._turns_per_batch)
+            turns = steps * self._turns_per_batch
+            step = self._progress.next_step(len(rows_ND) if self._sorter is not None else None, turns)
+        elif rows.ndim == 3:
+            raise ValueError("rows of several steps are those of the next units; pass them without units=")
         else:
             examples = torch.as_tensor(units).reshape(-1).cpu().numpy()
             step = self._progress.named_step(len(rows_ND), examples)
         # All checks are done; from here on the step is recorded.
         self._dim, self._dtype = rows_ND.shape[1], rows_ND.dtype
         if self._sorter is not None:
-            rows_mLD = rows_ND.view(-1, step.turns, rows_ND.shape[1]).transpose(0, 1)
+            # Worker by worker within a step, turn by turn over all of them.
+            rows_SLtD = rows_ND.view(steps, len(self.world.local_workers), -1, rows_ND.shape[1])
+            rows_mLD = rows_SLtD.transpose(1, 2).flatten(0, 1)
             self._sort(rows_mLD, None if step.counts_Lm is None else step.counts_Lm.T)
         self._progress.record(step)
 
@@ -510,12 +518,13 @@ class Ordering:
         return np.array([self._units.num_visited(worker) for worker in workers])
 
     def _check_rows(self, rows: Tensor) -> Tensor:
-        rows = rows.detach() if isinstance(rows, Tensor) else torch.as_tensor(rows)
+        rows = rows.detach()
         if rows.ndim == 1:
             rows = rows[None]
         if rows.ndim != 2 or rows.shape[1] == 0 or rows.is_complex():
             raise ValueError(
-                f"rows have the shape {tuple(rows.shape)} and type {rows.dtype}; expected units x dim real numbers"
+                f"rows have the shape {tuple(rows.shape)} and type {rows.dtype}; expected units x dim real numbers, "
+                "or steps x units x dim"
             )
         if self._dim is not None and rows.shape[1] != self._dim:
             raise ValueError(
@@ -560,11 +569,13 @@ class Ordering:
             assert counts_mW is not None
             for slices_Wc, counts_W in zip(rows_mWD, counts_mW, strict=True):
                 self._sorter.add_turn(slices_Wc, counts_W)
-        elif counts_mW is None or counts_mW.all():
-            self._sorter.add(rows_mWD)
         else:
-            for turn, worker in np.argwhere(counts_mW):
-                self._sorter.add_one(rows_mWD[turn, worker], worker)
+            # Padding comes last: whole turns first, all at once, then row by row.
+            whole = len(rows_mWD) if counts_mW is None else int(counts_mW.all(1).cumprod().sum())
+            if whole:
+                self._sorter.add(rows_mWD[:whole])
+            for turn, worker in [] if counts_mW is None else np.argwhere(counts_mW[whole:]):
+                self._sorter.add_one(rows_mWD[whole + turn, worker], worker)
 
     def _next_epoch(self, epoch: int) -> None:
         """Close the epoch with what has been observed, and put the next order in force."""

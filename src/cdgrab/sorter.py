@@ -103,12 +103,7 @@ class SignSorter:
         if rows_bWD.shape[2] >= _LONG_ROW and self._block is None:
             self._flush()
             for rows, minus in self._centring.add(rows_bWD):
-                if len(self._balancers) == 1:
-                    workers = np.tile(self._workers, rows.shape[0])
-                    self._append(workers, self._balancers[0].balance_turns(rows, minus))
-                    continue
-                for turn in range(rows.shape[0]):
-                    self._decide(rows[turn], minus[turn], self._workers)
+                self._decide_turns(rows, minus)
             return
         self._make_room(rows_bWD)
         start, turns, room = 0, rows_bWD.shape[0], self._waiting_TWD.shape[0]
@@ -127,7 +122,7 @@ class SignSorter:
     def add_one(self, row_D: Tensor, worker: int) -> None:
         self._flush()
         for rows, minus in self._centring.add_one(row_D, worker):
-            self._decide(rows[0] - minus[0], None, np.array([worker]))
+            self._decide(rows[0] - minus[0], np.array([worker]))
 
     def close(self) -> None:
         self._flush()
@@ -146,23 +141,33 @@ class SignSorter:
 
     def _balance(self, rows_bWD: Tensor) -> None:
         for rows, minus in self._centring.add(rows_bWD):
-            if rows.is_cuda and len(self._balancers) == 1:
-                workers = np.tile(self._workers, rows.shape[0])
-                self._append(workers, self._balancers[0].balance_turns(rows, minus))
+            if rows.is_cuda:
+                self._decide_turns(rows, minus)
                 continue
-            self._decide((rows - minus).flatten(0, 1), None, np.tile(self._workers, rows.shape[0]))
+            self._decide((rows - minus).flatten(0, 1), np.tile(self._workers, rows.shape[0]))
 
-    def _decide(self, rows_ND: Tensor, minus_ND: Tensor | None, workers_N: IntArray) -> None:
-        """Balance the rows `rows - minus`, each with its own worker's running sum or all with the one."""
+    def _decide_turns(self, rows_mWD: Tensor, minus_mWD: Tensor) -> None:
+        """As `_decide`, for whole turns; rows stay where they are, and on a GPU nobody waits for signs."""
         if len(self._balancers) == 1:
-            signs_N: Signs = self._balancers[0].balance(rows_ND, minus_ND)
+            signs: Signs = self._balancers[0].balance_turns(rows_mWD, minus_mWD)
+        else:
+            alone = [
+                torch.as_tensor(balancer.balance_turns(rows_mWD[:, worker, None], minus_mWD[:, worker, None]))
+                for worker, balancer in enumerate(self._balancers)
+            ]
+            signs = torch.stack(alone, dim=1).flatten()
+        self._append(np.tile(self._workers, len(rows_mWD)), signs)
+
+    def _decide(self, rows_ND: Tensor, workers_N: IntArray) -> None:
+        """Balance rows, each with its own worker's running sum or all with the one."""
+        if len(self._balancers) == 1:
+            signs_N: Signs = self._balancers[0].balance(rows_ND)
         else:
             signs_N = np.empty(len(workers_N), dtype=np.int8)
             for worker in np.unique(workers_N):
                 mine_N = workers_N == worker
                 index = torch.from_numpy(mine_N).to(rows_ND.device)
-                minus = None if minus_ND is None else minus_ND[index]
-                signs_N[mine_N] = torch.as_tensor(self._balancers[worker].balance(rows_ND[index], minus)).cpu().numpy()
+                signs_N[mine_N] = torch.as_tensor(self._balancers[worker].balance(rows_ND[index])).cpu().numpy()
         self._append(workers_N, signs_N)
 
     def _append(self, workers_N: IntArray, signs_N: Signs) -> None:

@@ -418,3 +418,37 @@ def test_ranks_without_a_process_group_can_sample_but_not_balance() -> None:
     with pytest.raises(ValueError, match=r"coordinates 2 ranks, but torch\.distributed is not initialised"):
         ordering.observe(randn(2, 3))
     assert ordering.examples_left == 10
+
+
+@pytest.mark.parametrize("order", ["cd-grab", "pair", "grab", "id-grab", "rr"])
+@pytest.mark.parametrize("dim", [5, 40_000])
+@pytest.mark.parametrize("per_step", [1, 2])
+def test_several_steps_at_once(order: str, dim: int, per_step: int) -> None:
+    """Blocks of steps give the orders of single steps, padding and a short last batch included."""
+    vectors = randn(3 * 2 * 7 - 1, dim)
+
+    def orders(steps_at_once: int) -> list[list[int]]:
+        ordering = Ordering(len(vectors), batch_size=3 * per_step, unit_size=1, order=order, world=World.simulated(3))
+        found = []
+        for epoch in range(3):
+            ordering.set_epoch(epoch)
+            batches = torch.tensor(list(ordering.sampler)).split(3 * per_step)
+            whole = [batch for batch in batches if len(batch) == 3 * per_step]
+            for start in range(0, len(whole), steps_at_once):
+                ordering.observe(torch.stack([vectors[batch] for batch in whole[start : start + steps_at_once]]))
+            if len(whole) < len(batches):
+                ordering.observe(vectors[batches[-1]])
+            assert ordering.epoch == epoch + 1
+            found.append(ordering.order.tolist())
+        return found
+
+    assert orders(4) == orders(1) == orders(100)
+
+
+def test_more_steps_than_are_left() -> None:
+    ordering = Ordering(8, batch_size=2, unit_size=1, world=World.simulated(2))
+    with pytest.raises(ValueError, match="10 rows for a batch of 8 units"):
+        ordering.observe(torch.ones(5, 2, 3))
+    with pytest.raises(ValueError, match="without units="):
+        ordering.observe(torch.ones(2, 2, 3), units=torch.arange(4))
+    assert ordering.examples_left == 8

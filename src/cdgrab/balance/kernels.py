@@ -22,7 +22,7 @@ from torch import Tensor
 
 _FEW_ROWS = 16  # up to here every pair of rows has an accumulator of its own
 _PROGRAMS = 528  # four for each multiprocessor of a large GPU
-_STEP_COLUMNS = 512
+_STEP_COLUMNS = 256
 _BLOCK = 64
 
 
@@ -96,8 +96,8 @@ def balance_blocks(rows: Rows, minus: Rows, running_sum_D: Tensor, thresholds_N:
     """
     count, dim, device = rows.count, running_sum_D.numel(), running_sum_D.device
     num_blocks = math.ceil(count / _BLOCK)
-    columns = 32
-    programs = max(1, min(math.ceil(_PROGRAMS / num_blocks), math.ceil(dim / columns)))
+    columns = 64
+    programs = max(1, min(math.ceil(2 * _PROGRAMS / num_blocks), math.ceil(dim / columns)))
     width = math.ceil(dim / (programs * columns)) * columns
     programs = math.ceil(dim / width)
     gram_BPKK = torch.empty(num_blocks, programs, _BLOCK, _BLOCK, dtype=torch.float32, device=device)
@@ -112,7 +112,8 @@ def balance_blocks(rows: Rows, minus: Rows, running_sum_D: Tensor, thresholds_N:
         width,
         ROWS=_BLOCK,
         COLUMNS=columns,
-        num_warps=2,
+        PRECISION="tf32x3" if torch.cuda.get_device_capability(device) >= (8, 0) else "ieee",
+        num_warps=4,
         num_stages=1,
     )
     gram_BKK = gram_BPKK.sum(1, dtype=torch.float64)
@@ -269,8 +270,13 @@ def _grams(
     width,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Gram matrices of blocks of rows; every program takes `width` columns of one block."""
+    """Gram matrices of blocks of rows; every program takes `width` columns of one block.
+
+    Tensor cores multiply numbers that were split in three parts ("tf32x3"): as exact as single precision (3.5e-7 of the
+    largest entry against 2.7e-7, for 62,006 columns), in half of its time.
+    """
     program = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1).to(tl.int64)
     begin = program * width
@@ -285,7 +291,7 @@ def _grams(
         column = start + tl.arange(0, COLUMNS)[None, :]
         inside = (row < count) & (column < end)
         d = tl.load(mine + column, mask=inside, other=0.0) - tl.load(theirs + column, mask=inside, other=0.0)
-        gram += tl.dot(d, tl.trans(d), input_precision="ieee")
+        gram += tl.dot(d, tl.trans(d), input_precision=PRECISION)
     out = partial + (block * tl.num_programs(0) + program) * ROWS * ROWS
     tl.store(out + k[:, None] * ROWS + k[None, :], gram)
 

@@ -158,7 +158,7 @@ def differentiated(module: nn.Module, args: Any, kwargs: Any, grads: list[Tensor
     # What is fastest for a batch knows no batch of batches.
     before = torch.backends.mkldnn.set_flags(_enabled=False)[0]
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
             rows = vmap(pullback)(examples, cotangents)
     finally:
         torch.backends.mkldnn.set_flags(_enabled=before)

@@ -107,6 +107,17 @@ def check_mixing(name: str, module: nn.Module) -> None:
         )
 
 
+def written_down(model: nn.Module, batch: int) -> bool:
+    """Whether writing all rows of a batch down beats finding their inner products layer by layer.
+
+    Small models on a GPU spend their time on launches, of which rows take fewer (LeNet, 128 examples, H200: 1.6 times a
+    plain step against 2.75).
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    numbers = batch * sum(parameter.numel() for parameter in trainable)
+    return numbers <= _FEW_NUMBERS and any(parameter.is_cuda for parameter in trainable)
+
+
 def explain(model: nn.Module, batch: int, inputs: tuple[Any, ...] = ()) -> str:
     """The plan as a table, one line for every layer; `inputs` for the model tell how many positions there are."""
     layers = find_layers(model)
@@ -137,6 +148,8 @@ def explain(model: nn.Module, batch: int, inputs: tuple[Any, ...] = ()) -> str:
         f"kept: numbers per example until the pair is complete. extra: multiplications over those of the layer's own "
         f"step, with {batch} examples in a batch."
     ]
+    if written_down(model, batch):
+        notes.append("All rows of a batch are few enough to be written down, which takes fewer launches on a GPU.")
     if not inputs:
         notes.append("Without inputs every layer is taken to have one position: give a batch, explain(model, x).")
     return "\n".join([*aligned, *notes])
@@ -165,6 +178,7 @@ def _positions(model: nn.Module, layers: list[Layer], inputs: tuple[Any, ...]) -
     return found
 
 
+_FEW_NUMBERS = 1 << 24
 _CHANNELS_FIRST = (nn.Conv1d, nn.Conv2d, nn.GroupNorm)
 
 

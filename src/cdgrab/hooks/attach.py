@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cdgrab.agreement import check_same
 from cdgrab.exchange import ShardedPairs
+from cdgrab.ghost.plan import written_down
 from cdgrab.ghost.records import Record, written_out
 from cdgrab.ghost.sketch import Sketcher
 from cdgrab.hooks import Attachment
@@ -89,9 +90,10 @@ def _attach_examples(
     watched = model.module if isinstance(model, DistributedDataParallel) else model
     if source == "ghost":
         ordering._check_records()
-        attachment = ExampleAttachment(ordering, watched, ordering._observe_records, mean=reduction == "mean")
-        ordering._balance_records(True)
-        return attachment
+        if not written_down(watched, ordering.batch_size):
+            attachment = ExampleAttachment(ordering, watched, ordering._observe_records, mean=reduction == "mean")
+            ordering._balance_records(True)
+            return attachment
 
     if source == "sketch" and length < 1:
         raise ValueError(f"length is {length}; a sketch has at least one number")
