@@ -6,109 +6,117 @@ one would be comparing overheads. A test holds it against automatic differentiat
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-# The first 1792 of 1797 images: 4 and 16 workers then have equal shares, without padding.
-NUM_EXAMPLES = 1792
+from cdgrab.paper.tasks.base import Problem, Settings, Task
+from cdgrab.paper.tasks.tools import classifier_figures, seeded
+
+# Of 1797 images; 4, 16 and 64 workers then have equal shares, without padding.
+NUM_TRAIN = 1536
 NUM_CLASSES = 10
+L2 = 1e-3
+WIDTHS = {"softmax": (64, NUM_CLASSES), "mlp": (64, 32, NUM_CLASSES)}
 
 
-@dataclass(frozen=True)
-class Network:
-    """Layers of the given widths with tanh between them; its parameters are one flat tensor.
+class Network(nn.Sequential):
+    """Layers of the given widths with tanh between them: zero at the start for softmax regression, random otherwise."""
 
-    The loss of an example is cross-entropy plus `l2 / 2 * ||parameters||^2`.
-    """
+    def __init__(self, widths: tuple[int, ...], seed: int) -> None:
+        layers: list[nn.Module] = []
+        for fan_in, fan_out in itertools.pairwise(widths):
+            layers += [nn.Linear(fan_in, fan_out), nn.Tanh()]
+        super().__init__(*layers[:-1])
+        with seeded(seed), torch.no_grad():
+            for layer in self.linear():
+                layer.bias.zero_()
+                layer.weight.normal_(std=1 / math.sqrt(layer.in_features) if len(widths) > 2 else 0.0)
 
-    widths: tuple[int, ...]
-    l2: float
-
-    @property
-    def dim(self) -> int:
-        """Number of parameters."""
-        return sum((fan_in + 1) * fan_out for fan_in, fan_out in self._shapes())
-
-    def init(self, seed: int) -> Tensor:
-        """Parameters to start from: zero for softmax regression, random otherwise."""
-        if len(self.widths) == 2:
-            return torch.zeros(self.dim)
-        generator = torch.Generator().manual_seed(seed)
-        parts = []
-        for fan_in, fan_out in self._shapes():
-            parts += [torch.randn(fan_in * fan_out, generator=generator) / math.sqrt(fan_in), torch.zeros(fan_out)]
-        return torch.cat(parts)
-
-    def loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Mean loss over the examples."""
-        logits = self._forward(theta, x)[-1]
-        return torch.nn.functional.cross_entropy(logits, y) + self.l2 / 2 * theta.square().sum()
-
-    def rows(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Gradient of every example's loss: `examples x dim`."""
-        outputs = self._forward(theta, x)
-        layers = self._layers(theta)
-        delta = torch.softmax(outputs[-1], dim=1)
-        delta[torch.arange(len(y)), y] -= 1
-        parts: list[Tensor] = []
-        for depth in reversed(range(len(layers))):
-            inputs = outputs[depth]
-            parts = [(delta[:, :, None] * inputs[:, None, :]).flatten(1), delta, *parts]
-            if depth:
-                delta = (delta @ layers[depth][0]) * (1 - inputs.square())
-        return torch.cat(parts, dim=1).add_(theta, alpha=self.l2)
-
-    def _shapes(self) -> list[tuple[int, int]]:
-        return list(zip(self.widths[:-1], self.widths[1:], strict=True))
-
-    def _layers(self, theta: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Weights and biases as views of the parameters."""
-        layers, start = [], 0
-        for fan_in, fan_out in self._shapes():
-            middle, end = start + fan_in * fan_out, start + (fan_in + 1) * fan_out
-            layers.append((theta[start:middle].view(fan_out, fan_in), theta[middle:end]))
-            start = end
-        return layers
-
-    def _forward(self, theta: Tensor, x: Tensor) -> list[Tensor]:
-        """Inputs of every layer, then the logits."""
-        outputs = [x]
-        layers = self._layers(theta)
-        for depth, (weight, bias) in enumerate(layers):
-            linear = torch.addmm(bias, outputs[-1], weight.T)
-            outputs.append(linear if depth == len(layers) - 1 else torch.tanh(linear))
-        return outputs
+    def linear(self) -> list[nn.Linear]:
+        """The layers with parameters."""
+        return [layer for layer in self if isinstance(layer, nn.Linear)]
 
 
-SOFTMAX_REGRESSION = Network((64, NUM_CLASSES), l2=1e-3)
-SMALL_MLP = Network((64, 32, NUM_CLASSES), l2=1e-3)
+def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Mean cross-entropy over the examples, plus `L2 / 2 * ||parameters||^2`."""
+    penalty = sum((p.square().sum() for p in model.parameters()), start=torch.zeros((), device=x.device))
+    return F.cross_entropy(model(x), y) + L2 / 2 * penalty
 
 
-def load() -> tuple[Tensor, Tensor]:
-    """Images as rows of 64 numbers in [0, 1], and their labels."""
-    from sklearn.datasets import load_digits
+def rows(model: Network, x: Tensor, y: Tensor) -> Tensor:
+    """Gradient of every example's loss: `examples x dim`."""
+    layers = [(layer.weight.detach(), layer.bias.detach()) for layer in model.linear()]
+    inputs = [x]
+    for weight, bias in layers[:-1]:
+        inputs.append(torch.tanh(torch.addmm(bias, inputs[-1], weight.T)))
+    weight, bias = layers[-1]
+    delta = torch.softmax(torch.addmm(bias, inputs[-1], weight.T), dim=1)
+    delta[torch.arange(len(y), device=y.device), y] -= 1
+    parts: list[Tensor] = []
+    for depth in reversed(range(len(layers))):
+        weight, bias = layers[depth]
+        by_weight = torch.addcmul(L2 * weight, delta[:, :, None], inputs[depth][:, None, :])
+        parts = [by_weight.flatten(1), torch.add(delta, bias, alpha=L2), *parts]
+        if depth:
+            delta = (delta @ weight) * (1 - inputs[depth].square())
+    return torch.cat(parts, dim=1)
 
-    images, labels = load_digits(return_X_y=True)
-    x = torch.tensor(images[:NUM_EXAMPLES] / 16, dtype=torch.float32)
-    return x, torch.tensor(labels[:NUM_EXAMPLES], dtype=torch.int64)
 
-
-def minimum(model: Network, x: Tensor, y: Tensor) -> float:
-    """The smallest possible loss of a convex model, to about twelve digits."""
-    theta = torch.zeros(model.dim, dtype=torch.float64, requires_grad=True)
+def minimum(x: Tensor, y: Tensor) -> float:
+    """The smallest possible loss of softmax regression, to about twelve digits."""
+    model = Network(WIDTHS["softmax"], seed=0).double()
     x = x.double()
     solver = torch.optim.LBFGS(
-        [theta], max_iter=2000, tolerance_grad=1e-9, tolerance_change=0, history_size=50, line_search_fn="strong_wolfe"
+        model.parameters(),
+        max_iter=2000,
+        tolerance_grad=1e-9,
+        tolerance_change=0,
+        history_size=50,
+        line_search_fn="strong_wolfe",
     )
 
     def closure() -> Tensor:
         solver.zero_grad()
-        loss = model.loss(theta, x, y)
-        loss.backward()
-        return loss
+        value = loss(model, x, y)
+        value.backward()
+        return value
 
     solver.step(closure)
-    return float(model.loss(theta.detach(), x, y))
+    with torch.no_grad():
+        return float(loss(model, x, y))
+
+
+def load(folder: Path, variant: str, seed: int) -> Problem:  # noqa: ARG001
+    """Images as rows of 64 numbers in [0, 1]; the last 261 of them are not trained on."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels, dtype=torch.int64)
+    train_x, train_y = x[:NUM_TRAIN], y[:NUM_TRAIN]
+    return Problem(
+        model=Network(WIDTHS[variant], seed),
+        train=(train_x, train_y),
+        loss=loss,
+        evaluate=classifier_figures(x[NUM_TRAIN:], y[NUM_TRAIN:]),
+        metric="accuracy",
+        higher_is_better=True,
+        data=f"digits of scikit-learn: {NUM_TRAIN:,} / {len(x) - NUM_TRAIN:,} images of 8 x 8, L2 {L2:g}",
+        labels=train_y,
+        rows=rows,
+        minimum=(lambda: minimum(train_x, train_y)) if variant == "softmax" else None,
+    )
+
+
+TASK = Task(
+    name="digits",
+    title="Digits",
+    # A step per example of 0.05; the network, whose curvature is larger, wants a quarter of it.
+    settings=Settings(workers=4, batch_size=4, epochs=40, lr=0.2),
+    load=load,
+    variants=("softmax", "mlp"),
+)

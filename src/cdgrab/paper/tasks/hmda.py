@@ -1,0 +1,84 @@
+"""HMDA mortgages, logistic regression: the paper's convex task.
+
+The paper's own data (New York 2017, approved or not) are read in the authors' format, two files of tensors. Where they
+are not at hand, loans of 2018 in the whole United States stand in (priced high or not), and everything says so.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdgrab.paper import data
+from cdgrab.paper.tasks.base import Problem, Settings, Task
+from cdgrab.paper.tasks.tools import logistic_regression
+
+# The tails of the stand-in are heavy: an income of 305 deviations would decide every step it is a part of.
+CLIP = 5.0
+
+_Split = tuple[Tensor, Tensor]
+
+
+def load(folder: Path, variant: str, seed: int) -> Problem:  # noqa: ARG001
+    """Dim 19 for New York 2017, 11 for the stand-in."""
+    found = data.find_first(TASK.needs, folder)
+    if found.set.name == "hmda-ny-2017":
+        train, test = _new_york(found)
+        name = "HMDA New York 2017, as prepared by the authors"
+    else:
+        train, test = _stand_in(found)
+        name = "HMDA 2018 (United States, high-priced loans), a stand-in for HMDA New York 2017"
+    line = f"{name}: {len(train[0]):,} / {len(test[0]):,} rows, {train[0].shape[1]} features"
+    return logistic_regression(train, test, l2=0.0, seed=seed, data=line)
+
+
+def _new_york(found: data.Found) -> tuple[_Split, _Split]:
+    """Two files with two tensors each, for training and for testing."""
+    parts = []
+    for name in ("features-processed-NY-2017.pt", "targets-processed-NY-2017.pt"):
+        try:
+            # weights_only: a file of tensors from anywhere must not be able to run code.
+            train, test = torch.load(io.BytesIO(found.read(name)), map_location="cpu", weights_only=True)
+            parts.append((train.float(), test.float()))
+        except (RuntimeError, pickle.UnpicklingError, ValueError, TypeError, AttributeError, EOFError) as error:
+            raise found.damaged(name, f"does not hold two tensors ({str(error).splitlines()[0]})") from error
+    (train_x, test_x), (train_y, test_y) = parts
+    train, test = (train_x, train_y.flatten()), (test_x, test_y.flatten())
+    _check(found, "features-processed-NY-2017.pt", train, test)
+    return train, test
+
+
+def _stand_in(found: data.Found) -> tuple[_Split, _Split]:
+    name = "hmda2018.npz"
+    try:
+        with np.load(io.BytesIO(found.read(name))) as arrays:
+            train_x, train_y, test_x, test_y = (
+                torch.tensor(arrays[key], dtype=torch.float32) for key in ("X_train", "y_train", "X_test", "y_test")
+            )
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise found.damaged(name, f"does not hold the arrays that are expected ({error})") from error
+    train, test = (train_x.clamp(-CLIP, CLIP), train_y), (test_x.clamp(-CLIP, CLIP), test_y)
+    _check(found, name, train, test)
+    return train, test
+
+
+def _check(found: data.Found, name: str, train: _Split, test: _Split) -> None:
+    shapes = [tuple(part.shape) for part in (*train, *test)]
+    fits = all(x.ndim == 2 and len(x) == len(y) and x.isfinite().all() for x, y in (train, test))
+    if not fits or train[0].shape[1] != test[0].shape[1] or not {0.0, 1.0} >= set(train[1].unique().tolist()):
+        raise found.damaged(name, f"holds rows of the shapes {shapes}, or values that are no numbers or no labels 0/1")
+
+
+TASK = Task(
+    name="hmda",
+    title="HMDA, logistic regression",
+    settings=Settings(workers=4, batch_size=16, epochs=50, lr=5e-3, momentum=0.9),
+    load=load,
+    needs=("hmda-ny-2017", "hmda-2018"),
+)
