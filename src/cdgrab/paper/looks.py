@@ -44,11 +44,13 @@ MARKERS = "oDv^sPX<>*"
 
 
 def looks(contenders: Iterable[str]) -> dict[str, Look]:
-    """A look for every contender, different for the first few dozen that `KNOWN` does not list."""
+    """A look for every contender, different for the first twenty that `KNOWN` does not list."""
+    taken = {(look.light, look.dash) for look in KNOWN.values()}
     spare = [
         Look(light, dark, pattern, MARKERS[i % len(MARKERS)])
         for pattern in PATTERNS
         for i, (light, dark) in enumerate(COLOURS.values())
+        if (light, pattern) not in taken
     ]
     found: dict[str, Look] = {}
     strangers = 0

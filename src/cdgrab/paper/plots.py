@@ -184,7 +184,7 @@ def zoom_limits(bands: Sequence[tuple[Array, Band]]) -> tuple[float, float] | No
     """Limits that show where lines part: without a minimum to measure from, the first epochs dwarf all others."""
     values: list[float] = []
     for across, band in bands:
-        late = across >= 0.1 * across[-1]
+        late = across >= 0.3 * across[-1]
         values += [float(v) for edge in (band.low, band.high) for v in edge[late] if np.isfinite(v)]
     if not values or max(values) <= min(values):
         return None

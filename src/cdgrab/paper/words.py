@@ -28,10 +28,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure, and what to know about it."""
+    """A figure, what to know about it, and where it leads on a page."""
 
     main: str
     sub: str = ""
+    link: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def _pace_cell(row: Row, rival: str) -> Cell:
 def _with_error(mean: float, error: float | None, digits: int = 5) -> str:
     """Two digits of the error, and no more of the mean than `digits` after the leading one."""
     if error is None or error == 0 or not math.isfinite(error):
-        return number(mean, digits)
+        return number(mean, max(digits, 3))
     if abs(mean) < 1e-3:
         power = math.floor(math.log10(max(abs(mean), error)))
         return f"({mean / 10**power:.1f} ± {error / 10**power:.1f})e{power}"
