@@ -97,7 +97,6 @@ def page(comparisons: Sequence[Comparison]) -> str:
         glance=_glance(comparisons),
         tones=TONES,
         scales=SCALES,
-        legend=words.LEGEND,
         citation=published.CITATION,
     )
 
@@ -126,6 +125,7 @@ def _section(key: str, comparison: Comparison, lines: dict[str, Curve]) -> dict[
         "bars": _bars(split, part_names),
         "key_parts": used,
         "table": words.table(comparison),
+        "legend": words.LEGEND.format(comparison.rival),
         "published": _beside_the_paper(comparison),
         "commands": list(dict.fromkeys(run.info.command for run in runs if run.info.command)) or ["not recorded"],
         "facts": _facts(comparison),

@@ -12,8 +12,9 @@ from cdgrab.paper.compare import Comparison, Estimate, Row
 Tone = Literal["gain", "mixed", "none", "unknown"]
 ABSENT = "—"
 LEGEND = (
-    "Losses and metrics: mean ± standard deviation over seeds, after the last epoch. Ratios: mean ± half of the 95 % "
-    "interval of the mean over seeds (Student's t)."
+    "Losses and metrics: mean ± standard deviation over seeds, after the last epoch. Shares of {0}'s epochs and "
+    "seconds: until the loss stays at or below {0}'s final one of the same seed, over all that {0} took; mean ± half "
+    "of the 95 % interval of the mean over seeds (Student's t)."
 )
 
 
@@ -73,7 +74,7 @@ def table(comparison: Comparison) -> Table:
     known = any(row.above for row in comparison.rows)
     rival = comparison.rival
     header = ["order", "final loss", *(["above the minimum"] if known else []), f"final {info.metric}"]
-    header += [f"epochs to {rival}'s loss", f"seconds to {rival}'s loss", "seconds per epoch"]
+    header += [f"share of {rival}'s epochs", f"share of {rival}'s seconds", "seconds per epoch"]
     rows = []
     for row in comparison.rows:
         seeds = f"{len(row.seeds)} seed{'s' * (len(row.seeds) != 1)}"
@@ -87,7 +88,7 @@ def table(comparison: Comparison) -> Table:
 
 def markdown(comparisons: Sequence[Comparison]) -> str:
     """All tables, verdicts and notes as a Markdown document."""
-    parts = ["# Comparison", LEGEND]
+    parts = ["# Comparison", *(LEGEND.format(rival) for rival in dict.fromkeys(c.rival for c in comparisons))]
     for comparison in comparisons:
         found = table(comparison)
         lines = [_markdown_row(found.header), "|---|" + "---:|" * (len(found.header) - 1)]

@@ -144,10 +144,7 @@
     svg(svg(frame, "clipPath", { id: clip }), "rect", { x: left, y: top - 4, width: width - left - right + 4, height: height - top - bottom + 4 });
     const area = svg(frame, "g", { "clip-path": `url(#${clip})` });
     const at = (line, row, i) => `${x(line.x[i]).toFixed(1)},${y(Math.max(line.band[row][i], how === "log" ? domain[0] / 9 : -Infinity)).toFixed(1)}`;
-    if (target !== null) {
-      svg(area, "line", { class: "target", x1: left, x2: width - right, y1: y(target), y2: y(target) });
-      svg(area, "text", { class: "target", x: left + 5, y: y(target) - 6 }, `${section.rival}'s final loss`);
-    }
+    if (target !== null) svg(area, "line", { class: "target", x1: left, x2: width - right, y1: y(target), y2: y(target) });
     for (const line of [...lines].reverse()) { // the first ones on top
       const group = svg(area, "g", { class: `series look-${line.look}`, "data-contender": line.name });
       for (const piece of pieces(line.band)) {
@@ -167,6 +164,10 @@
         svg(group, "path", { class: "hit", d: `M${x(line.hit[across])},${y(target) + 5}V${height - bottom}` });
         svg(group, "circle", { class: "hit", cx: x(line.hit[across]), cy: y(target), r: 4.5 });
       }
+    }
+    if (target !== null) {
+      const below = y(target) + 15 < height - bottom; // where lines have not come down to yet
+      svg(area, "text", { class: "target", x: left + 5, y: y(target) + (below ? 13 : -6) }, `${section.rival}'s final loss`);
     }
     const cursor = svg(frame, "g", { class: "cursor", visibility: "hidden" });
     chart.view = { lines, across, x, y, left, right, top, bottom, width, height, cursor, domain };
