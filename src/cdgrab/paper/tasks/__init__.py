@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import difflib
 
-from cdgrab.paper.tasks import a9a, cifar10, digits, hmda, m4
+from cdgrab.paper.tasks import a9a, cifar10, digits, glue, gpt2, hmda, m4, mnist, wikitext2
 from cdgrab.paper.tasks.base import Task
 
-TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in (digits, hmda, a9a, m4, cifar10)}
+TASKS: dict[str, Task] = {
+    module.TASK.name: module.TASK for module in (digits, hmda, a9a, m4, cifar10, mnist, wikitext2, gpt2, glue)
+}
 
 
 def find_task(name: str) -> Task:
