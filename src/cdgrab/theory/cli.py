@@ -75,7 +75,7 @@ def _choose(name: str) -> list[str]:
     if name in EXPERIMENTS:
         return [name]
     near = difflib.get_close_matches(name.lower().replace("_", "-"), NAMES, n=1, cutoff=0.5)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
+    meant = f"; did you mean {near[0]!r}?" if near else "."
     _stop(2, f"unknown experiment {name!r}{meant} Choose one of {', '.join(NAMES)}.")
     return []
 
@@ -100,7 +100,11 @@ def _conclude(console: Console, outcomes: dict[str, Outcome], written: list[Path
     told = f"{guards - len(failed)} of {guards} guards hold; {len(outside)} of {measured} measurements lie outside."
     console.print(told, highlight=False)
     for name, verdict in failed:
-        console.print(f"FAILS  {name}: {verdict.claim}: found {verdict.found}, expected {verdict.wanted}", style="red")
+        console.print(
+            f"FAILS  {name}: {verdict.claim}: found {verdict.found}, expected {verdict.wanted}",
+            style="red",
+            soft_wrap=True,
+        )
     if failed:
         raise typer.Exit(1)
     if strict and outside:

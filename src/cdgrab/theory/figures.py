@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import matplotlib.ticker
 import numpy as np
 import numpy.typing as npt
 
@@ -49,6 +50,14 @@ def band(axis: Axes, order: str, across: Sequence[float], low: npt.ArrayLike, hi
     axis.fill_between(across, np.asarray(low), np.asarray(high), color=STYLES[order][0], alpha=0.18, linewidth=0)
 
 
+def guide(axis: Axes, text: str, across: npt.ArrayLike, values: npt.ArrayLike) -> None:
+    """A line of theory's slope, with its name at the end."""
+    across, values = np.asarray(across), np.asarray(values)
+    axis.plot(across, values, **THEORY)
+    end = (float(across[-1]), float(values[-1]))
+    axis.annotate(text, end, xytext=(4, 0), textcoords="offset points", fontsize=8, va="center", annotation_clip=False)
+
+
 def dress(axis: Axes, *, title: str, across: str, up: str, log: str = "xy", base: float = 2) -> None:
     """Title, labels, scales, a light grid."""
     axis.set_title(title, fontsize=11)
@@ -58,6 +67,7 @@ def dress(axis: Axes, *, title: str, across: str, up: str, log: str = "xy", base
         axis.set_xscale("log", base=base)
     if "y" in log:
         axis.set_yscale("log")
+        _plain_ticks(axis)
     axis.grid(alpha=0.3, which="major", linewidth=0.5)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -79,6 +89,19 @@ def legend_below(figure: Figure, axes: Sequence[Axes]) -> None:
 def save(figure: Figure, path: Path) -> None:
     """Write to a temporary name first, so that a file is whole or absent."""
     partial = path.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=90)
+    figure.savefig(partial, dpi=84, pil_kwargs={"optimize": True})
     plt.close(figure)
     partial.replace(path)
+
+
+def _plain_ticks(axis: Axes) -> None:
+    """1, 2, 5 rather than powers of ten where an axis spans about two decades or less."""
+    low, high = axis.get_ylim()
+    axis.yaxis.set_minor_formatter(mpl.ticker.NullFormatter())
+    if high / low > 300:
+        return
+    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    ticks = [factor * 10.0**decade for decade in decades for factor in (1, 2, 5)]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.yaxis.set_minor_locator(mpl.ticker.NullLocator())

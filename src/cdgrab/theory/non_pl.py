@@ -147,8 +147,7 @@ def draw(n: NonPL, found: Found, path: Path) -> None:
         start = found.curves[what, "cd-grab"].errors_H[0]
         for power, text in ((-2 / 3, "slope -2/3"), (-2.0, "slope -2")):
             guide = 0.5 * start * (across_H / across_H[0]) ** power
-            axis.plot(across_H, guide, **figures.THEORY)
-            axis.annotate(text, (across_H[-1], guide[-1]), fontsize=8, ha="right", va="bottom")
+            figures.guide(axis, text, across_H, guide)
         figures.dress(axis, title=what, across="epochs", up="squared gradient norm")
         axis.set_xticks(n.horizons, [str(horizon) for horizon in n.horizons])
     figures.legend_below(figure, axes)

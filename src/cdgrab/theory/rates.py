@@ -167,9 +167,8 @@ def draw(r: Rates, found: dict[tuple[str, str], Tuned], path: Path) -> None:
         for order, where in (("with-replacement", 1.6), ("cd-grab", 0.6)):
             low = case.theory(order)[0]
             guide = found[case.name, order].errors_H[0] * where * (across_H / across_H[0]) ** low
-            axis.plot(across_H, guide, **figures.THEORY)
             name = {-2 / 3: "-2/3", -1 / 2: "-1/2"}.get(low, f"{low:.0f}")
-            axis.annotate(f"slope {name}", (across_H[-1], guide[-1]), fontsize=8, ha="right", va="bottom")
+            figures.guide(axis, f"slope {name}", across_H, guide)
         figures.dress(axis, title=case.name, across="epochs", up=case.error)
         axis.set_xticks(r.horizons, [str(horizon) for horizon in r.horizons])
     figures.legend_below(figure, axes)

@@ -117,8 +117,19 @@ def environment() -> str:
     numba = "with numba" if compiled.available() else "without numba"
     return (
         f"cdgrab {cdgrab.__version__} ({numba}), torch {torch.__version__}, numpy {np.__version__}, "
-        f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores"
+        f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, "
+        f"{os.cpu_count()} cores ({_cpu()})"
     )
+
+
+def _cpu() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or "unnamed"
 
 
 def write(path: Path, text: str) -> None:

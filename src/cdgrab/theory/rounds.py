@@ -77,6 +77,9 @@ def balance_rounds(
 
 
 def _bound(visited_UWD: Tensor, mean_D: Tensor) -> float:
-    """The largest coordinate of any prefix sum, added up in double precision: there are a million terms."""
-    steps_UD = visited_UWD.sum(1, dtype=torch.float64) - visited_UWD.shape[1] * mean_D
-    return float(steps_UD.cumsum(0).abs().max())
+    """The largest coordinate of any prefix sum.
+
+    The few vectors of a turn are added up as they are, the many turns in double precision.
+    """
+    steps_DU = visited_UWD.sum(1).T.double() - visited_UWD.shape[1] * mean_D[:, None]
+    return float(steps_DU.cumsum(1).abs().max())

@@ -20,6 +20,10 @@ class LeastSquares:
 
     Features are whitened and scaled, so that the Hessian is `diag(eigenvalues)` for every seed; targets are noise
     orthogonal to all features, so that the gradient of the mean vanishes at zero while those of the units do not.
+
+    Attributes:
+        noise: Root mean square of the targets.
+        distance: Every coordinate starts here.
     """
 
     seeds: int
@@ -27,6 +31,7 @@ class LeastSquares:
     dim: int
     curvature: tuple[float, float]
     noise: float = 1.0
+    distance: float = 1.0
 
     def __post_init__(self) -> None:
         low, high = self.curvature
@@ -43,7 +48,7 @@ class LeastSquares:
         self._features, self._targets = torch.cat(features), torch.cat(targets)
 
     def start(self) -> Tensor:
-        return torch.ones(self.seeds, self.dim, dtype=torch.float64)
+        return torch.full((self.seeds, self.dim), self.distance, dtype=torch.float64)
 
     def take(self, index: Tensor) -> Parts:
         return self._features[index], self._targets[index]
