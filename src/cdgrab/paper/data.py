@@ -53,7 +53,8 @@ class Found:
             raise self.damaged(name, f"cannot be unpacked ({error})") from error
         expected = self._expected(name)
         if expected and (self.set.exact or self.listed) and not {_digest(raw), _digest(content)} & set(expected):
-            raise self.damaged(name, "is not the file that is distributed")
+            listed = "listed in SHA256SUMS beside it" if self.listed else "distributed"
+            raise self.damaged(name, f"is not the file that is {listed}")
         return content
 
     def text(self, name: str) -> str:

@@ -40,15 +40,17 @@ def download(name: str, folder: Path, progress: Progress | None = None) -> Path:
     for source in known.sources:
         fetched = _fetch(known, source, place, progress or (lambda *_: None))
         if source.is_archive:
-            _unpack(known, fetched, place)
-            fetched.unlink()
+            try:
+                _unpack(known, fetched, place)
+            finally:
+                fetched.unlink()
     return place
 
 
 def _fetch(known: DataSet, source: Source, place: Path, progress: Progress) -> Path:
     """Fetch one file, under another name until it is whole and has the right hash."""
     target = place / source.file_name
-    own = next((file.sha256 for file in known.files if source.file_name.startswith(file.name)), ())
+    own = next((file.sha256 for file in known.files if source.file_name.removesuffix(".gz") == file.name), ())
     expected = own if source.sha256 is None else (source.sha256,)
     if target.exists() and (not expected or _digest(target) in expected):
         return target
@@ -131,7 +133,7 @@ def _unpack(known: DataSet, archive: Path, place: Path) -> None:
                     shutil.copyfileobj(packed, unpacked)
                 partial.replace(place / file.name)
     except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError) as error:
-        raise DataError(f"{archive} cannot be unpacked ({error}); remove it and try again") from error
+        raise DataError(f"{archive} cannot be unpacked ({error}) and was thrown away; try again") from error
 
 
 @contextmanager

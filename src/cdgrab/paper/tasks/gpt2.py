@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import io
 import math
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +136,10 @@ def tokenised(found: data.Found, folder: Path) -> tuple[Tensor, Tensor, int]:
     kept = folder / "tokenised" / f"{found.set.name}-bpe-{VOCABULARY}-{digest}.npz"
     if kept.exists():
         try:
-            with np.load(kept) as arrays:
+            with np.load(io.BytesIO(kept.read_bytes())) as arrays:
                 train, valid = (torch.from_numpy(arrays[split].astype(np.int64)) for split in texts)
                 return train, valid, int(arrays["num_tokens"])
-        except (OSError, ValueError, KeyError, EOFError):
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             kept.unlink()  # it can be made again
     tokenizers: Any = importlib.import_module("tokenizers")
     plain = {split: found.text(f"wiki.{split}.tokens") for split in texts}
