@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib
+import importlib.util
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from torch import nn
+
+from cdgrab.paper.tasks import find_task
+from cdgrab.paper.tasks.base import Problem
 
 WORDS = [
     "the",
@@ -178,3 +183,18 @@ MAKE: dict[str, Callable[[Path], None]] = {
     "gpt2": wikitext2,
     "glue": glue,
 }
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+
+def make(name: str, folder: Path, variant: str | None = None, seed: int = 0) -> Problem:
+    """The task `name` on tiny data that are made under `folder`."""
+    MAKE[name](folder)
+    task = find_task(name)
+    return task.load(folder, task.variants[0] if variant is None else variant, seed)
+
+
+def dim(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

@@ -101,6 +101,8 @@ def _wikitext(name: str, title: str, size: int, archive_hash: str, hashes: dict[
     return DataSet(name, title, (name, f"{name}-raw"), files, size, by_hand, (Source(url, archive_hash),))
 
 
+_HMDA_TRAIN = "https://raw.githubusercontent.com/jphall663/GWU_rml/master/assignments/data/hmda_train_preprocessed.zip"
+_HMDA_TEST = "https://raw.githubusercontent.com/h2oai/article-information-2019/master/data/output/hmda_test.csv"
 _MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist"
 _MNIST_FILES = {
     "train-images-idx3-ubyte": (
@@ -154,9 +156,16 @@ _ALL = (
         ("hmda", "hmda-2018"),
         (File("hmda2018.npz"),),
         1_840_378,
-        "make hmda/hmda2018.npz with the arrays X_train, y_train, X_test, y_test from hmda_train_preprocessed.zip "
-        "(https://github.com/jphall663/GWU_rml, assignments/data) and hmda_test.csv "
-        "(https://github.com/h2oai/article-information-2019, data/output), ten features put on the training scale",
+        "the same rows as public tables are the data set hmda-2018-csv: run cdgrab data --download hmda-2018-csv",
+    ),
+    DataSet(
+        "hmda-2018-csv",
+        "HMDA 2018, the same rows as published by Hall and others",
+        ("hmda", "hmda-2018"),
+        (File("hmda_train_preprocessed.csv"), File("hmda_test.csv")),
+        24_000_000,
+        f"put hmda_train_preprocessed.csv from {_HMDA_TRAIN} and {_HMDA_TEST} into hmda/ in the data folder",
+        (Source(_HMDA_TRAIN), Source(_HMDA_TEST)),
     ),
     DataSet(
         "a9a",

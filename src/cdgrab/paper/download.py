@@ -44,6 +44,13 @@ def download(name: str, folder: Path, progress: Progress | None = None) -> Path:
                 _unpack(known, fetched, place)
             finally:
                 fetched.unlink()
+    absent = [
+        file.name for file in known.files if not any((place / f"{file.name}{end}").exists() for end in ("", ".gz"))
+    ]
+    if absent:
+        raise DataError(
+            f"what was fetched for {name} has no {', '.join(absent)} in it; get it by hand: {known.by_hand}"
+        )
     return place
 
 
@@ -126,7 +133,7 @@ def _unpack(known: DataSet, archive: Path, place: Path) -> None:
             for file in known.files:
                 same = [member for member in members if PurePosixPath(member).name in (file.name, *file.also)]
                 if not same:
-                    raise DataError(f"{archive} has no {file.name} in it; get it by hand: {known.by_hand}")
+                    continue
                 member = min(same, key=lambda path: path.count("/"))
                 partial = place / f"{file.name}.partial"
                 with read(member) as packed, partial.open("wb") as unpacked:
