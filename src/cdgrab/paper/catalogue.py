@@ -90,7 +90,7 @@ def _wikitext(name: str, title: str, size: int, archive_hash: str, hashes: dict[
     files = tuple(
         File(
             f"wiki.{split}.tokens",
-            (f"{split}.txt", f"wiki.{split}.raw"),
+            (f"{split}.txt",) if hashes else (f"{split}.txt", f"wiki.{split}.raw"),
             (hashes[split],) if split in hashes else (),
         )
         for split in ("train", "valid", "test")

@@ -69,6 +69,13 @@ class Found:
         """Whether a SHA256SUMS beside the files says what they should be."""
         return any((path.parent / "SHA256SUMS").exists() for path in self.paths.values())
 
+    @property
+    def note(self) -> str:
+        """For lines on the data: whether a set with known hashes has other files in its place."""
+        known = [file.name for file in self.set.files if file.sha256]
+        own = self.listed and not all(self.original(name) for name in known)
+        return "; not the files that are distributed, but those listed in SHA256SUMS" if own else ""
+
     def original(self, name: str) -> bool:
         """Whether a file with a known hash is the one that is distributed."""
         known = next(file.sha256 for file in self.set.files if file.name == name)

@@ -223,3 +223,21 @@ def test_tokens_are_kept_and_made_again_if_damaged(tmp_path: Path) -> None:
     kept.write_bytes(kept.read_bytes()[:100])
     assert torch.equal(find_task("gpt2").load(tmp_path, "", 0).train[0], first.train[0])
     assert "WikiText-2 (the paper has WikiText-103)" in first.data
+
+
+@needs_transformers
+def test_an_encoder_computes_what_transformers_does(tmp_path: Path) -> None:
+    problem = make("glue", tmp_path, "mrpc")
+    words, kinds, mask, _ = (part[:5] for part in problem.train)
+    assert len(set(mask.sum(1).tolist())) > 1
+    assert kinds.max() == 1
+    encoder, head = (problem.model.get_submodule(name) for name in ("encoder", "head"))
+    hidden = encoder(input_ids=words, token_type_ids=kinds, attention_mask=mask)[0]
+    means = torch.stack([row[: int(length)].mean(0) for row, length in zip(hidden, mask.sum(1), strict=True)])
+    torch.testing.assert_close(problem.model(words, kinds, mask), head(means))
+    assert "MRPC: 12 / 12 examples" in problem.data
+    assert problem.data.endswith("encoder in encoder/")
+
+
+def test_files_of_ones_own_are_said_to_be_so(tmp_path: Path) -> None:
+    assert "those listed in SHA256SUMS" in make("m4", tmp_path).data

@@ -125,7 +125,7 @@ def load(folder: Path, variant: str, seed: int) -> Problem:  # noqa: ARG001
         metric="perplexity",
         higher_is_better=False,
         data=f"{found.set.title}{note}: {len(blocks):,} blocks of {BLOCK} tokens, {len(valid):,} tokens of validation, "
-        f"byte-level BPE of {num_tokens:,}",
+        f"byte-level BPE of {num_tokens:,}{found.note}",
     )
 
 

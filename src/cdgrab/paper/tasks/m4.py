@@ -123,7 +123,8 @@ def load(folder: Path, variant: str, seed: int) -> Problem:  # noqa: ARG001
         evaluate=evaluate,
         metric="smape",
         higher_is_better=False,
-        data=f"M4 Weekly: {len(train):,} / {len(validation):,} windows of {len(series)} series; test horizon {HORIZON}",
+        data=f"M4 Weekly: {len(train):,} / {len(validation):,} windows of {len(series)} series; test horizon {HORIZON}"
+        f"{found.note}",
         rows=rows,
     )
 

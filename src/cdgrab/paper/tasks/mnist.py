@@ -46,7 +46,7 @@ def load(folder: Path, variant: str, seed: int) -> Problem:  # noqa: ARG001
         evaluate=classifier_figures(test_x, test_y),
         metric="accuracy",
         higher_is_better=True,
-        data=f"MNIST: {len(x):,} / {len(test_x):,} images of {x.shape[2]} x {x.shape[3]}",
+        data=f"MNIST: {len(x):,} / {len(test_x):,} images of {x.shape[2]} x {x.shape[3]}{found.note}",
         labels=y,
     )
 

@@ -109,7 +109,8 @@ def load(folder: Path, variant: str, seed: int) -> Problem:  # noqa: ARG001
         metric="test_perplexity",
         higher_is_better=False,
         data=f"WikiText-2: {len(train):,} / {len(valid):,} / {len(test):,} words, {len(vocabulary):,} different; "
-        f"{len(x):,} units of {UNIT_COLUMNS} x {LENGTH} ({left_out} words at the ends of columns are left out)",
+        f"{len(x):,} units of {UNIT_COLUMNS} x {LENGTH} ({left_out} words at the ends of columns are left out)"
+        f"{found.note}",
         single_examples=False,
     )
 
