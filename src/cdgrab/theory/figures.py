@@ -16,6 +16,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 # Distinguishable with any colour vision (Okabe and Ito), and by their markers where colours are not seen at all.
 STYLES: dict[str, tuple[str, str]] = {
@@ -79,18 +80,21 @@ def legend_below(figure: Figure, axes: Sequence[Axes]) -> None:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             entries.setdefault(str(label), handle)
     figure.tight_layout()
-    columns = min(len(entries), max(1, int(figure.get_size_inches()[0] / 1.85)))
+    width, height = map(float, figure.get_size_inches())
+    longest = max(map(len, entries), default=1)
+    columns = max(1, min(len(entries), int(width / (0.75 + 0.065 * longest))))
     rows = -(-len(entries) // columns)
-    height = float(figure.get_size_inches()[1])
     figure.subplots_adjust(bottom=(0.62 + 0.22 * rows) / height)
     figure.legend(list(entries.values()), list(entries), loc="lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write to a temporary name first, so that a file is whole or absent."""
+    """Write to a temporary name first, so that a file is whole or absent; 128 colours are plenty and save space."""
     partial = path.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=84, pil_kwargs={"optimize": True})
+    figure.savefig(partial, dpi=84)
     plt.close(figure)
+    with Image.open(partial) as image:
+        image.convert("RGB").quantize(128).save(partial, optimize=True)
     partial.replace(path)
 
 
@@ -101,7 +105,8 @@ def _plain_ticks(axis: Axes) -> None:
     if high / low > 300:
         return
     decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    ticks = [factor * 10.0**decade for decade in decades for factor in (1, 2, 5)]
+    factors = (1, 2, 5) if high / low > 6 else (1, 1.1, 1.2, 1.5, 2, 3, 4, 5, 7, 9)
+    ticks = [factor * 10.0**decade for decade in decades for factor in factors]
     ticks = [tick for tick in ticks if low <= tick <= high]
     axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.yaxis.set_minor_locator(mpl.ticker.NullLocator())

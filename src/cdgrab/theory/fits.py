@@ -83,8 +83,9 @@ def diverged_to_infinity(errors: Array) -> Array:
 
 
 def ratio_interval(above_S: Array, below_S: Array, *, resamples: int, seed: int = 0) -> Slope:
-    """The ratio of two means over the same seeds, with its interval of confidence."""
+    """The ratio of two means over the same seeds, with its interval of confidence; NaN if both are infinite."""
     draws_RS = np.random.default_rng(seed).integers(len(above_S), size=(resamples, len(above_S)))
-    ratios_R = above_S[draws_RS].mean(1) / below_S[draws_RS].mean(1)
-    low, high = np.quantile(ratios_R, [0.025, 0.975])
-    return Slope(float(above_S.mean() / below_S.mean()), float(low), float(high))
+    with np.errstate(invalid="ignore"):
+        ratios_R = above_S[draws_RS].mean(1) / below_S[draws_RS].mean(1)
+        low, high = np.quantile(ratios_R, [0.025, 0.975])
+        return Slope(float(above_S.mean() / below_S.mean()), float(low), float(high))

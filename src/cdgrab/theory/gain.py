@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from cdgrab.theory.descent import descend, epochs_told
-from cdgrab.theory.fits import Array, Slope, ratio_interval
+from cdgrab.theory.fits import Array, Slope, diverged_to_infinity, ratio_interval
 from cdgrab.theory.optimisers import OptimiserMaker
 from cdgrab.theory.problems.network import Network
 from cdgrab.theory.settings import Gain
@@ -89,7 +89,7 @@ def compare(
         def tell(order: str = order) -> None:
             watch.step(f"{name}, {optimiser}, {order}")
 
-        errors[order] = descend(
+        found_GSM = descend(
             task(g, name),
             order,
             workers=g.workers,
@@ -98,6 +98,7 @@ def compare(
             make_optimiser=make_optimiser,
             tell=tell,
         )
+        errors[order] = diverged_to_infinity(found_GSM)
     found = []
     for i, step in enumerate(steps):
         ours_SM, rr_S = errors["cd-grab"][i], errors["rr"][i, :, -1]

@@ -137,15 +137,15 @@ def draw(h: Herding, curves: Curves, path: Path) -> None:
     for axis, workers in zip(axes, (h.workers[0], h.workers[-1]), strict=False):
         for series in h.series:
             figures.line(axis, label(series), rounds, curves[series, workers])
-        figures.dress(axis, title=f"{workers} workers", across="round", up="herding bound", log="y")
         axis.set_ylim(1, 1000)
+        figures.dress(axis, title=f"{workers} workers", across="round", up="herding bound", log="y")
         axis.set_xticks(range(0, h.rounds + 1, 3))
     for series in h.series:
         levels = [level(h, curves[series, workers]) for workers in h.workers]
         figures.line(axes[2], label(series), h.workers, levels)
+    axes[2].set_ylim(1, 1000)
     figures.dress(axes[2], title="where it levels", across="workers", up="herding bound")
     axes[2].set_xticks(h.workers, [str(workers) for workers in h.workers])
     axes[2].axhspan(*h.level, color="#D55E00", alpha=0.12, linewidth=0, label="expected of cd-grab")
-    axes[2].set_ylim(1, 1000)
     figures.legend_below(figure, axes)
     figures.save(figure, path)

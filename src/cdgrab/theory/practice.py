@@ -129,7 +129,7 @@ def when_it_helps(settings: Settings, watch: Watch) -> Outcome:
         tables=[Table("Settings in which ordering ...", ["optimiser", "model", *words], rows, left=2)],
         verdicts=[verdicts.within("share of settings it hurts", hurts / len(points), 0.0, g.harmless, guards=False)],
         draw=draw,
-        notes=_notes(g),
+        notes=[*_notes(g), "Within `all` these are the runs of `step-size`, `momentum` and `adam`, and take no time."],
     )
 
 
@@ -140,14 +140,8 @@ def draw_steps(axis: Axes, points: list[Point], optimiser: str) -> None:
         _gains(axis, [point.single for point in mine], mine, name)
         if mine:
             chosen = best(mine, "rr")
-            look: dict[str, Any] = {
-                "marker": "*",
-                "markersize": 13,
-                "color": colour,
-                "markeredgecolor": "black",
-                "linestyle": "none",
-            }
-            axis.plot([chosen.single], [chosen.gain.value], zorder=5, label="best step of rr", **look)
+            where = ([chosen.single], [chosen.gain.value])
+            axis.scatter(*where, s=150, marker="*", color=colour, edgecolor="black", zorder=5, label="best step of rr")
     figures.dress(axis, title=optimiser, across="step size", up=GAIN, base=10)
 
 

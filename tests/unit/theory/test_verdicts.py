@@ -48,6 +48,10 @@ def test_ratios_are_of_means() -> None:
     assert (found.value, found.low, found.high) == (3.0, 2.0, 4.0)
 
 
+def test_two_runs_that_diverged_have_no_ratio() -> None:
+    assert np.isnan(ratio_interval(np.array([1.0, np.inf]), np.array([np.inf, 1.0]), resamples=50).value)
+
+
 @pytest.mark.parametrize(
     ("low", "high", "word"), [(-2.3, -2.1, "steeper"), (-2.1, -1.9, "inside"), (-1.4, -1.2, "outside")]
 )
