@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint types unit bench format clean
+.PHONY: demo test lint types unit browser bench format clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m cdgrab.paper.demo
@@ -17,8 +17,14 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
-unit: $(INSTALLED)
+unit: $(INSTALLED) browser
 	$(BIN)/python -m pytest
+
+# The report is tested in a real browser. Where none can be installed, that test says so and is skipped.
+browser:
+	@command -v chromedriver >/dev/null || ! command -v apt-get >/dev/null || { \
+	    root=; test "$$(id -u)" = 0 || root="sudo -n"; get="$$root env DEBIAN_FRONTEND=noninteractive apt-get -qq"; \
+	    { $$get update && $$get install -y --no-install-recommends chromium chromium-driver chromium-sandbox; } >/dev/null 2>&1; } || true
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.sorter
@@ -34,7 +40,7 @@ format: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "cdgrab needs Python 3.10 or newer; run: make PYTHON=/path/to/python3 demo")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fast,paper,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fast,paper,text,dev]'
 	touch $@
 
 clean:

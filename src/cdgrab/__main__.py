@@ -1,0 +1,16 @@
+"""`python -m cdgrab`, for torchrun and for those without the script on their path."""
+
+import sys
+
+
+def main() -> None:
+    """Hand over to the command line, whose packages may be missing."""
+    try:
+        from cdgrab.paper.cli import main as command_line
+    except ModuleNotFoundError as error:
+        sys.exit(f'Error: the command line needs the package {error.name}: pip install "cdgrab[paper]"')
+    command_line()
+
+
+if __name__ == "__main__":
+    main()

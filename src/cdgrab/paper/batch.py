@@ -1,0 +1,101 @@
+"""Many runs, one after the other or several at a time, with what they have come to on display."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import queue
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
+
+from rich.console import Console
+
+from cdgrab.paper.choices import command
+from cdgrab.paper.config import RunConfig
+from cdgrab.paper.progress import Board
+from cdgrab.paper.records import EpochRecord, Run
+from cdgrab.paper.runner import Interrupted, Place, find_run, run
+from cdgrab.paper.writers import Writer
+
+OnEpoch = Callable[[RunConfig, EpochRecord], None]
+
+
+def run_all(
+    todo: list[RunConfig], place: Place, console: Console, *, jobs: int = 1, writers: list[Writer] | None = None
+) -> list[Run]:
+    """Do what is left of all runs.
+
+    Raises:
+        Interrupted: On Ctrl-C; everything that was under way has been saved.
+    """
+    found: list[Run] = []
+    with Board(console, todo) as board:
+
+        def on_epoch(config: RunConfig, record: EpochRecord) -> None:
+            board.epoch(config, record)
+            for write in writers or []:
+                write(config, record)
+
+        def on_end(config: RunConfig, done: Run, there: bool) -> None:
+            board.finished(config, there=there)
+            found.append(done)
+
+        if jobs == 1:
+            for config in todo:
+                there = _complete(config, place)
+                done = run(config, place, command=command(config), on_epoch=lambda r, c=config: on_epoch(c, r))  # type: ignore[misc]
+                on_end(config, done, there)
+        else:
+            _side_by_side(todo, place, jobs, on_epoch, on_end)
+    return found
+
+
+def _complete(config: RunConfig, place: Place) -> bool:
+    found = find_run(config, place)
+    return found is not None and found.complete
+
+
+def _side_by_side(
+    todo: list[RunConfig],
+    place: Place,
+    jobs: int,
+    on_epoch: OnEpoch,
+    on_end: Callable[[RunConfig, Run, bool], None],
+) -> None:
+    context = mp.get_context("spawn")
+    with context.Manager() as manager:
+        news: Any = manager.Queue()
+        pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_interruptible)
+        there = {config: _complete(config, place) for config in todo}
+        futures: dict[RunConfig, Future[Run]] = {config: pool.submit(_work, config, place, news) for config in todo}
+        try:
+            pending = set(futures)
+            while pending:
+                try:
+                    on_epoch(*news.get(timeout=0.2))
+                    continue
+                except queue.Empty:
+                    pass
+                for config in [config for config in todo if config in pending and futures[config].done()]:
+                    pending.remove(config)
+                    done = futures[config].result()
+                    while not news.empty():
+                        on_epoch(*news.get())
+                    on_end(config, done, there[config])
+        except KeyboardInterrupt:
+            # Those under way have been interrupted, too, and save themselves; the others are not begun.
+            pool.shutdown(wait=True, cancel_futures=True)
+            stopped = [future.exception() for future in futures.values() if future.done() and not future.cancelled()]
+            first = next((error for error in stopped if isinstance(error, Interrupted)), None)
+            raise first or Interrupted(place.results, 0) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _interruptible() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _work(config: RunConfig, place: Place, news: Any) -> Run:
+    return run(config, place, command=command(config), on_epoch=lambda record: news.put((config, record)))

@@ -1,0 +1,334 @@
+"""Ways to take a training step: the gradient of a batch goes to the optimizer, the rows of its units to the ordering.
+
+On the CPU a step is ordinary eager code. On a GPU most steps of these small models would be spent on launching kernels,
+so a whole step is captured once as a CUDA graph and replayed. Rows of several steps are collected and observed
+together: signs are not due before the end of the epoch.
+
+Shapes: `N` units in a batch, `D` parameters, `K` steps that are collected, `S` steps of an epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cdgrab import Ordering
+from cdgrab.ghost.records import written_out
+from cdgrab.hooks.ghost import ExampleAttachment
+from cdgrab.paper.tasks.base import Problem
+
+_MOST_STEPS = 64
+_MOST_BYTES = {"cpu": 1 << 26, "cuda": 1 << 33}  # of rows that are collected
+
+Batch = tuple[Tensor, ...]
+
+
+class Steps(Protocol):
+    """Takes the steps of an epoch."""
+
+    seconds_exchange: float
+
+    @property
+    def seconds_sorter(self) -> float | None:
+        """Of the last epoch; None if what the ordering itself has counted is right."""
+
+    def prepare(self, index_M: Tensor) -> None:
+        """Do beforehand what is done once, such as compiling; not timed. `index_M` is what the epoch will train on."""
+
+    def epoch(self, index_M: Tensor) -> float:
+        """Train on the units `index_M`, batch by batch. Returns the seconds spent on fetching them."""
+
+
+class Collector:
+    """Rows of several steps, handed to the ordering together. What is added must not be written to afterwards."""
+
+    def __init__(self, ordering: Ordering) -> None:
+        self._ordering = ordering
+        self._waiting: list[Tensor] = []
+
+    def add(self, rows_ND: Tensor) -> None:
+        """Take the rows of a step."""
+        if self._waiting and self._waiting[0].shape != rows_ND.shape:  # the last batch of an epoch may be short
+            self.flush()
+        self._waiting.append(rows_ND)
+        if len(self._waiting) >= block_steps(rows_ND):
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand over what waits."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._ordering.observe(torch.stack(waiting))
+
+
+def block_steps(rows_ND: Tensor) -> int:
+    """How many steps are collected."""
+    return max(2, min(_MOST_STEPS, _MOST_BYTES[rows_ND.device.type] // max(1, rows_ND.nbytes)) // 2 * 2)
+
+
+class EagerSteps:
+    """Step by step.
+
+    Args:
+        problem: What is trained.
+        model: Its model, or that model wrapped for several ranks.
+        ordering: Observes rows; attached already where gradients come from a backward pass.
+        optimizer: Takes the steps.
+        batch: Units of this process in a step.
+        balanced: Whether the order asks for rows.
+        ranks: Number of ranks among which closed-form gradients are averaged.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        model: nn.Module,
+        ordering: Ordering,
+        optimizer: torch.optim.Optimizer,
+        *,
+        batch: int,
+        balanced: bool,
+        ranks: int,
+    ) -> None:
+        self._problem, self._model, self._optimizer = problem, model, optimizer
+        self._batch, self._balanced, self._ranks = batch, balanced, ranks
+        self._parameters = [p for p in problem.model.parameters() if p.requires_grad]
+        self._collector = Collector(ordering)
+        self.seconds_exchange = 0.0
+        one_by_one = balanced and ranks == 1 and not problem.single_examples
+        self._gradient: Callable[[Batch], None] = self._by_backward
+        if problem.rows is not None:
+            self._gradient = self._in_closed_form
+        elif one_by_one:
+            self._gradient = self._unit_by_unit
+        if self._gradient != self._by_backward:
+            self._flat_D = flat_gradients(self._parameters)
+
+    @property
+    def seconds_sorter(self) -> None:
+        return None
+
+    def prepare(self, index_M: Tensor) -> None:
+        pass
+
+    def epoch(self, index_M: Tensor) -> float:
+        self.seconds_exchange, fetching = 0.0, 0.0
+        for index_N in index_M.split(self._batch):
+            start = time.perf_counter()
+            batch = tuple(part.index_select(0, index_N) for part in self._problem.train)
+            fetching += time.perf_counter() - start
+            self._gradient(batch)
+            self._optimizer.step()
+        self._collector.flush()
+        return fetching
+
+    def _by_backward(self, batch: Batch) -> None:
+        self._optimizer.zero_grad()
+        self._problem.loss(self._model, *batch).backward()
+
+    def _in_closed_form(self, batch: Batch) -> None:
+        assert self._problem.rows is not None
+        rows_ND = self._problem.rows(self._problem.model, *batch)
+        torch.mean(rows_ND, 0, out=self._flat_D)
+        if self._ranks > 1:
+            start = time.perf_counter()
+            dist.all_reduce(self._flat_D)
+            self._flat_D.div_(self._ranks)
+            self.seconds_exchange += time.perf_counter() - start
+        if self._balanced:
+            self._collector.add(rows_ND)
+
+    def _unit_by_unit(self, batch: Batch) -> None:
+        rows_ND = unit_rows(self._problem, self._parameters, batch)
+        torch.mean(rows_ND, 0, out=self._flat_D)
+        self._collector.add(rows_ND)
+
+
+class CapturedSteps:
+    """The steps of one process on a GPU, each a replay of the same graph.
+
+    A short last batch, and everything before the first capture, runs eagerly through the same code.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        ordering: Ordering,
+        optimizer: torch.optim.Optimizer,
+        *,
+        batch: int,
+        balanced: bool,
+    ) -> None:
+        self._problem, self._ordering, self._optimizer = problem, ordering, optimizer
+        self._batch, self._balanced = batch, balanced
+        self._parameters = [p for p in problem.model.parameters() if p.requires_grad]
+        self._device = self._parameters[0].device
+        self._flat_D = flat_gradients(self._parameters)
+        self._caught: list[Tensor] = []
+        if balanced and problem.rows is None and problem.single_examples:
+            ExampleAttachment(
+                ordering,
+                problem.model,
+                lambda records, shapes: self._caught.append(written_out(records, shapes)),
+                mean=True,
+            )
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured_at: list[float] = []
+        self._index_SN = torch.zeros(0, batch, dtype=torch.int64, device=self._device)
+        self._step, self._slot = (torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(2))
+        self._rows_KND = torch.zeros(0, 0, 0)
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.seconds_exchange = 0.0
+
+    @property
+    def seconds_sorter(self) -> float:
+        """On the device, in the last epoch."""
+        torch.cuda.synchronize()
+        return sum(float(start.elapsed_time(end)) for start, end in self._events) / 1e3
+
+    def epoch(self, index_M: Tensor) -> float:
+        self._events = []
+        steps = len(index_M) // self._batch
+        waiting = 0
+        for _ in range(steps):
+            assert self._graph is not None
+            self._graph.replay()
+            waiting += 1
+            if self._balanced and waiting == len(self._rows_KND):
+                self._observe(self._rows_KND)
+                self._slot.zero_()
+                waiting = 0
+        if self._balanced and waiting:
+            self._observe(self._rows_KND[:waiting])
+            self._slot.zero_()
+        rest_n = index_M[steps * self._batch :]
+        if len(rest_n):
+            rows_ND = self._gradient(tuple(part.index_select(0, rest_n) for part in self._problem.train))
+            self._optimizer.step()
+            if rows_ND is not None:
+                self._observe(rows_ND[None])
+        return 0.0
+
+    def _observe(self, rows_KND: Tensor) -> None:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        self._ordering.observe(rows_KND)
+        end.record()
+        self._events.append((start, end))
+
+    def prepare(self, index_M: Tensor) -> None:
+        """Lay the epoch's indices out, and capture the step if that has not been done with these step sizes."""
+        steps = len(index_M) // self._batch
+        whole_SN = index_M[: steps * self._batch].view(steps, self._batch)
+        if self._index_SN.shape != whole_SN.shape:
+            self._index_SN, self._graph = whole_SN.clone(), None
+        self._index_SN.copy_(whole_SN)
+        self._step.zero_()
+        self._slot.zero_()
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        if steps and (self._graph is None or rates != self._captured_at):
+            self._capture()
+            if self._balanced and not self._captured_at:
+                self._rehearse(steps, len(index_M) % self._batch)
+            self._captured_at = rates
+
+    def _rehearse(self, steps: int, rest: int) -> None:
+        """An epoch of another ordering on rows of zeros, so that all its kernels are compiled before the clock runs."""
+        ordering = self._ordering
+        other = Ordering(
+            len(self._problem.train[0]),
+            batch_size=ordering.batch_size,
+            unit_size=1,
+            order=ordering.order_name,
+            world=ordering.world,
+        )
+        self._rows_KND.zero_()
+        for start in range(0, steps, len(self._rows_KND)):
+            other.observe(self._rows_KND[: steps - start])
+        if rest:
+            other.observe(self._rows_KND[0, :rest])
+        other.set_epoch(1)
+
+    def _capture(self) -> None:
+        """Run a few steps to warm up, undo them, then record one."""
+        parameters = [p.detach().clone() for p in self._parameters]
+        state = copy.deepcopy(self._optimizer.state_dict())
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._body()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._restore(parameters, state)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._body()
+        # Recording changes nothing, but for what the optimizer noted on the host.
+        self._restore(parameters, state)
+        self._step.zero_()
+        self._slot.zero_()
+
+    def _restore(self, parameters: list[Tensor], state: dict[str, Any]) -> None:
+        """Put values back where the graph reads them."""
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, parameters, strict=True):
+                parameter.copy_(value)
+        before = state["state"]
+        for number, parameter in enumerate(self._parameters):
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                if number in before and before[number].get(key) is not None:
+                    value.copy_(before[number][key])
+                else:
+                    value.zero_()  # momentum and the like begin at zero
+
+    def _body(self) -> None:
+        index_N = self._index_SN.index_select(0, self._step)[0]
+        rows_ND = self._gradient(tuple(part.index_select(0, index_N) for part in self._problem.train))
+        if rows_ND is not None:
+            if self._rows_KND.shape[1:] != rows_ND.shape:
+                self._rows_KND = rows_ND.new_zeros(block_steps(rows_ND), *rows_ND.shape)
+            self._rows_KND.index_copy_(0, self._slot, rows_ND[None])
+            self._slot.add_(1)
+        self._optimizer.step()
+        self._step.add_(1)
+
+    def _gradient(self, batch: Batch) -> Tensor | None:
+        """Leave the batch's gradient in the parameters; rows of its units, if they are wanted."""
+        problem = self._problem
+        rows_ND = None
+        if problem.rows is not None:
+            rows_ND = problem.rows(problem.model, *batch)
+        elif self._balanced and not problem.single_examples:
+            rows_ND = unit_rows(problem, self._parameters, batch)
+        if rows_ND is not None:
+            torch.mean(rows_ND, 0, out=self._flat_D)
+            return rows_ND if self._balanced else None
+        self._flat_D.zero_()
+        self._caught.clear()
+        problem.loss(problem.model, *batch).backward()
+        return self._caught.pop() if self._balanced else None
+
+
+def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
+    """One tensor of which the gradients of all parameters are views."""
+    flat_D = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+    for parameter, part in zip(parameters, flat_D.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat_D
+
+
+def unit_rows(problem: Problem, parameters: list[nn.Parameter], batch: Batch) -> Tensor:
+    """Gradients of units, by a backward pass each."""
+    rows = []
+    for unit in zip(*(part.split(1) for part in batch), strict=True):
+        grads = torch.autograd.grad(problem.loss(problem.model, *unit), parameters)
+        rows.append(torch.cat([grad.flatten() for grad in grads]))
+    return torch.stack(rows)
