@@ -39,7 +39,7 @@ def floor_table(s: Speedup, watch: Watch) -> Table:
 
 def without_noise(s: Speedup) -> float:
     """The mean squared gradient norm of the non-convex problem when all units are alike: the limit of many workers."""
-    flat, wave, reach, _ = s.high
+    flat, wave, reach, _, _ = s.high
     problem = Waves(s.seeds, s.units, s.dim, "gradient", flat, wave, reach, noise=0.0, spread=0.0)
     errors_GSM = descend(problem, "shuffle-once", workers=1, steps=s.high_steps, looks=range(s.epochs + 1))
     return float(epoch_means(errors_GSM, (s.epochs,)).mean(1).min())

@@ -110,7 +110,7 @@ def judge(h: Herding, curves: Curves) -> list[Verdict]:
     found = []
     for workers in h.workers:
         curve = curves[ours, workers]
-        far = curve[:-1] > 8 * level(h, curve)  # nearer to the level it has to slow down
+        far = curve[:-1] > h.far * level(h, curve)  # nearer to the level it has to slow down
         ratio = float(np.median((curve[1:] / curve[:-1])[far])) if far.any() else float("nan")
         found.append(verdicts.within(f"`cd-grab` halves per round, {workers} workers", ratio, *h.falling))
     for workers in h.workers:

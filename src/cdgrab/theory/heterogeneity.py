@@ -37,6 +37,7 @@ class Result:
     gain: Slope
     between: float
     within: float
+    steps: str
 
 
 def run(settings: Settings, watch: Watch) -> Outcome:
@@ -94,6 +95,7 @@ def compare(
 ) -> Result:
     """Descend with both orders; `rows_SND` are the units' gradients at the optimum."""
     errors: dict[str, Array] = {}
+    chosen: list[int] = []
     for order in ORDERS:
         errors_GS = descend(
             problem,
@@ -104,14 +106,17 @@ def compare(
             tell=lambda order=order: watch.step(f"{name}, {order}"),  # type: ignore[misc]
         )[..., 0]
         means_G = diverged_to_infinity(errors_GS).mean(1)
-        errors[order] = errors_GS[means_G.argmin()]
+        chosen.append(int(means_G.argmin()))
+        errors[order] = errors_GS[chosen[-1]]
     grouped_SWUD = rows_SND.unflatten(1, (h.workers, h.units))
     means_SWD = grouped_SWUD.mean(2)
     between = (means_SWD - means_SWD.mean(1, keepdim=True)).norm(dim=-1).amax(1).mean()
     within = (grouped_SWUD - means_SWD[:, :, None]).square().sum(-1).mean().sqrt()
     gain = ratio_interval(errors["rr"], errors["cd-grab"], resamples=h.resamples)
     ours, rr = float(errors["cd-grab"].mean()), float(errors["rr"].mean())
-    return Result(name, ours, rr, gain, float(between), float(within))
+    edge = " (edge of the grid)" if {0, len(steps) - 1} & set(chosen) else ""
+    best = ", ".join(f"{steps[i]:.3g}" for i in chosen) + edge
+    return Result(name, ours, rr, gain, float(between), float(within), best)
 
 
 def predicted(results: list[Result]) -> list[float]:
@@ -134,10 +139,11 @@ def result_table(title: str, what: str, results: list[Result]) -> Table:
                 f"{result.gain.value:.1f} [{result.gain.low:.1f}, {result.gain.high:.1f}]",
                 f"x {factor:.3g}",
                 f"x {result.ours / results[0].ours:.3g}",
+                result.steps,
             ]
         )
     columns = [what, "between", "within", "error of cd-grab", "error of rr", "gain", "predicted", "measured"]
-    return Table(title, columns, rows)
+    return Table(title, [*columns, "best steps"], rows)
 
 
 def judge(h: Heterogeneity, splits: list[Result], sizes: list[Result]) -> list[Verdict]:

@@ -1,8 +1,8 @@
 """Every size, grid, seed and limit of the experiments. Nothing of the kind is written anywhere else.
 
 They were fixed before the results were looked at, except where a comment says what made us change one. Grids of step
-sizes are wide: the experiments report a best step that sits on an edge. `QUICK` is the same with less of everything,
-for the tests: it guards the code and says little about rates.
+sizes are wide (some were cut, to save time, at ends that no order had chosen); tables mark a best step on an edge.
+`QUICK` is the same with less of everything, for the tests: it guards the code and says little about rates.
 
 A step size is given per epoch: a worker with `U` units takes `U` steps of `step / U`. So the same figure means the same
 progress per epoch, whatever the number of units.
@@ -43,6 +43,7 @@ class Herding:
     # What must come out. The level is the mean bound of the last `tail` rounds.
     tail: int = 3
     falling: tuple[float, float] = (0.4, 0.62)  # bound / bound of the round before, while still far from the level
+    far: float = 8.0  # times the level
     level: tuple[float, float] = (2.2, 2.8)
     growth: tuple[float, float] = (0.4, 0.6)  # power of W with which independent workers grow
     at_random: tuple[float, float] = (150.0, 700.0)
@@ -72,12 +73,14 @@ class Rates:
     resamples: int = 1000
     least_squares_steps: tuple[float, ...] = octaves(2, 17)
     curvature: tuple[float, float] = (0.25, 1.0)  # smallest and largest eigenvalue of the Hessian
-    # Parabolas with waves: flat, wave, reach, noise. Gentle waves: PL, not convex.
-    gentle: tuple[float, float, float, float] = (1.0, 3.0, 4.0, 3.0)
+    # Parabolas with waves: flat, wave, reach, noise, spread. Gentle waves: PL, not convex.
+    gentle: tuple[float, float, float, float, float] = (1.0, 3.0, 4.0, 3.0, 0.5)
     gentle_steps: tuple[float, ...] = octaves(-1, 19)  # was 4 to 1/256: the longest horizon's best was the smallest
-    # High waves: neither. The noise was 3 at first. With so little the best step is the largest stable one at most
-    # horizons, and what shows is the bound's second term, 1 / T, not the one the theorem is about.
-    high: tuple[float, float, float, float] = (0.125, 2.0, 6.0, 24.0)
+    # High waves: neither. (At first a robust regression was here. Its gradient vanishes far away, where runs with too
+    # large a step went; and its landscape depends on the number of units, which `speedup` must not.) The noise was 3 at
+    # first. With so little the best step is the largest stable one at most horizons, and what shows is the bound's
+    # second term, 1 / T, not the one the theorem is about.
+    high: tuple[float, float, float, float, float] = (0.125, 2.0, 6.0, 24.0, 0.5)
     high_steps: tuple[float, ...] = octaves(1, 17)
     # The guard: cd-grab's error, tuned, at the longest horizon, as a share of rr's.
     share_of_rr: float = 0.67
@@ -94,7 +97,7 @@ class Speedup:
     epochs: int = 256
     resamples: int = 1000
     least_squares_steps: tuple[float, ...] = octaves(0, 12)
-    high: tuple[float, float, float, float] = (0.125, 2.0, 6.0, 24.0)
+    high: tuple[float, float, float, float, float] = (0.125, 2.0, 6.0, 24.0, 0.5)
     high_steps: tuple[float, ...] = octaves(1, 13)
     orders: tuple[str, ...] = ("cd-grab", "rr")
     curvature: tuple[float, float] = (0.25, 1.0)
@@ -141,7 +144,9 @@ class NonPL:
     noise: float = 0.5
     seeds: int = 6
     horizons: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)
-    steps: tuple[float, ...] = octaves(4, 21)
+    steps: tuple[float, ...] = octaves(
+        4, 21
+    )  # was 64 to 1/4: too large to train with at one end, on the edge at the other
     orders: tuple[str, ...] = ("cd-grab", "rr", "with-replacement")
     resamples: int = 1000
     share_of_rr: float = 0.95  # the guard: cd-grab's mean squared gradient norm as a share of rr's

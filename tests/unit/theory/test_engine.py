@@ -54,7 +54,7 @@ def teacher() -> Network:
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "least squares": lambda: LeastSquares(2, 24, 3, (0.5, 2.0)),
-    "waves": lambda: Waves(2, 24, 3, "value", 1.0, 3.0, 4.0, 3.0),
+    "waves": lambda: Waves(2, 24, 3, "value", 1.0, 3.0, 4.0, 3.0, 0.5),
     "network": teacher,
 }
 

@@ -31,7 +31,7 @@ def test_least_squares_has_the_hessian_and_the_optimum_it_claims() -> None:
 
 
 def test_waves_average_to_the_landscape() -> None:
-    problem = Waves(2, 30, 3, "value", flat=1.0, wave=3.0, reach=4.0, noise=3.0)
+    problem = Waves(2, 30, 3, "value", flat=1.0, wave=3.0, reach=4.0, noise=3.0, spread=0.5)
     theta = randn(2, 3, dtype=torch.float64).requires_grad_()
     (slope,) = torch.autograd.grad(problem.error(theta[None]).sum(), theta)
     rows = problem.rows(theta.detach(), problem.take(torch.arange(60).view(2, 30)))
@@ -44,7 +44,7 @@ def test_waves_average_to_the_landscape() -> None:
 def test_gentle_waves_obey_pl_and_are_not_convex_while_high_ones_do_not() -> None:
     x = torch.linspace(-8, 8, 4001, dtype=torch.float64)[:, None]
     for flat, wave, obeys in ((1.0, 3.0, True), (0.125, 2.0, False)):
-        problem = Waves(1, 2, 1, "value", flat, wave, reach=1.0, noise=1.0)
+        problem = Waves(1, 2, 1, "value", flat, wave, reach=1.0, noise=1.0, spread=0.5)
         height = problem.error(x[:, None])[:, 0]
         problem.goal = "gradient"
         gradient2 = problem.error(x[:, None])[:, 0]

@@ -40,7 +40,7 @@ class Waves:
     wave: float
     reach: float
     noise: float
-    spread: float = 0.5
+    spread: float
 
     def __post_init__(self) -> None:
         rng = torch.Generator().manual_seed(self.num_units)
