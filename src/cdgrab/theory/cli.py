@@ -19,7 +19,7 @@ from rich.console import Console
 from cdgrab.theory import report
 from cdgrab.theory.experiments import EXPERIMENTS
 from cdgrab.theory.progress import Bar
-from cdgrab.theory.report import Outcome
+from cdgrab.theory.report import Duration, Outcome
 from cdgrab.theory.settings import FULL, QUICK
 
 NAMES = [*EXPERIMENTS, "all"]
@@ -41,23 +41,23 @@ def verify(
     console = Console()
     written: list[Path] = []
     outcomes: dict[str, Outcome] = {}
-    seconds: dict[str, float] = {}
+    took: dict[str, Duration] = {}
     bar = Bar(console)
     try:
         for each in chosen:
-            start = time.perf_counter()
+            start = time.perf_counter(), time.process_time()
             with bar.progress:
                 outcomes[each] = EXPERIMENTS[each](QUICK if quick else FULL, bar)
-            seconds[each] = time.perf_counter() - start
-            report.show(console, each, outcomes[each], seconds[each])
+            took[each] = Duration(time.perf_counter() - start[0], time.process_time() - start[1])
+            report.show(console, each, outcomes[each], took[each])
             command = f"cdgrab verify {each}{' --quick' if quick else ''}"
-            page = report.markdown(each, outcomes[each], command=command, seconds=seconds[each])
+            page = report.markdown(each, outcomes[each], command=command, took=took[each])
             outcomes[each].draw(out / f"{each}.png")
             report.write(out / f"{each}.md", page)
             written += [out / f"{each}.png", out / f"{each}.md"]
         if name == "all":
             command = f"cdgrab verify all{' --quick' if quick else ''}"
-            report.write(out / "summary.md", report.summary(outcomes, seconds, command=command))
+            report.write(out / "summary.md", report.summary(outcomes, took, command=command))
             written.append(out / "summary.md")
     except KeyboardInterrupt:
         bar.stop.set()

@@ -51,9 +51,20 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
 
-def show(console: Console, name: str, outcome: Outcome, seconds: float) -> None:
+@dataclass(frozen=True)
+class Duration:
+    """Seconds that passed, and seconds of CPU time: on a machine with other work the two have little in common."""
+
+    wall: float
+    cpu: float
+
+    def __str__(self) -> str:
+        return f"{self.wall:.0f} s ({self.cpu:.0f} s of CPU time)"
+
+
+def show(console: Console, name: str, outcome: Outcome, took: Duration) -> None:
     """Print the tables and the verdicts."""
-    console.print(f"\n[bold]{name}[/]  {outcome.title} ({seconds:.0f} s)", highlight=False)
+    console.print(f"\n[bold]{name}[/]  {outcome.title}; {took}", highlight=False)
     for table in [*outcome.tables, verdict_table(outcome.verdicts)]:
         rich = RichTable(title=table.title, title_justify="left")
         for i, column in enumerate(table.columns):
@@ -66,37 +77,34 @@ def show(console: Console, name: str, outcome: Outcome, seconds: float) -> None:
         console.print(f"Note: {note}", highlight=False)
 
 
-def markdown(name: str, outcome: Outcome, *, command: str, seconds: float) -> str:
+def markdown(name: str, outcome: Outcome, *, command: str, took: Duration) -> str:
     """The page of one experiment."""
     lines = [f"# {name}", "", f"{outcome.title}.", "", f"![{name}]({name}.png)", ""]
     for table in [*outcome.tables, verdict_table(outcome.verdicts)]:
         lines += [f"## {table.title}", "", *markdown_table(table), ""]
     if outcome.notes:
         lines += [*(f"- {note}" for note in outcome.notes), ""]
-    lines += [f"Made by `{command}` in {seconds:.0f} s. Seeds: {outcome.seeds}. {environment()}.", ""]
+    lines += [f"Made by `{command}` in {took}. Seeds: {outcome.seeds}. {environment()}.", ""]
     return "\n".join(lines)
 
 
-def summary(outcomes: dict[str, Outcome], seconds: dict[str, float], *, command: str) -> str:
+def summary(outcomes: dict[str, Outcome], took: dict[str, Duration], *, command: str) -> str:
     """The page of all experiments: what each took, and every verdict."""
-    lines = [
-        "# Summary",
-        "",
-        "| experiment | seconds | guards that hold | measurements inside |",
-        "|---|---:|---:|---:|",
-    ]
+    lines = ["# Summary", "", "| experiment | seconds | of CPU time | guards that hold | measurements inside |"]
+    lines.append("|---|---:|---:|---:|---:|")
     for name, outcome in outcomes.items():
         guards = [verdict for verdict in outcome.verdicts if verdict.guards]
         rest = [verdict for verdict in outcome.verdicts if not verdict.guards]
         held, inside = sum(not v.failed for v in guards), sum(not v.outside for v in rest)
-        cells = f"{seconds[name]:.0f} | {held} of {len(guards)} | {inside} of {len(rest)} |"
+        cells = f"{took[name].wall:.0f} | {took[name].cpu:.0f} | {held} of {len(guards)} | {inside} of {len(rest)} |"
         lines.append(f"| [{name}]({name}.md) | {cells}")
     lines += ["", "Outside:", ""]
     for name, outcome in outcomes.items():
         for v in outcome.verdicts:
             if v.outside or v.failed:
                 lines.append(f"- {name}: {v.claim}: found {v.found}, expected {v.wanted} ({v.word})")
-    return "\n".join([*lines, "", f"Made by `{command}` in {sum(seconds.values()):.0f} s. {environment()}.", ""])
+    total = Duration(sum(each.wall for each in took.values()), sum(each.cpu for each in took.values()))
+    return "\n".join([*lines, "", f"Made by `{command}` in {total}. {environment()}.", ""])
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> Table:
