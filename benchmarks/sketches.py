@@ -20,7 +20,7 @@ from matplotlib import pyplot as plt
 from benchmarks import report
 from cdgrab.paper.records import Run, load_all
 
-KEPT = Path("docs/results/records")
+KEPT = Path("docs/results")
 FIGURE = Path("docs/per_example.png")
 LENGTHS = (4096, 1024, 256)
 BLUES = dict(zip(LENGTHS, ("#1b4f72", "#2e86c1", "#85c1e9"), strict=True))
@@ -85,7 +85,7 @@ def draw(found: Runs, path: Path) -> None:
 def main() -> None:
     """Draw the figure, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="*", default=[KEPT / "sketches", KEPT / "cifar10"])
+    parser.add_argument("folders", type=Path, nargs="*", default=[KEPT / "sketches", KEPT / "records" / "cifar10"])
     parser.add_argument("--figure", type=Path, default=FIGURE)
     options = parser.parse_args()
     found = losses([run for folder in options.folders for run in load_all(folder)])

@@ -279,7 +279,8 @@ def _finish(figure: Figure, grid: Any, stem: Path, chosen: dict[str, Look]) -> l
             if str(label) in chosen:
                 entries.setdefault(str(label), handle)
     height = float(figure.get_size_inches()[1])
-    columns = max(1, min(len(entries), int(figure.get_size_inches()[0] / 1.3)))
+    widest = 0.75 + 0.085 * max(map(len, entries), default=0)  # inches: the line, and about what a letter takes
+    columns = max(1, min(len(entries), int(figure.get_size_inches()[0] / widest)))
     rows = -(-len(entries) // columns)
     figure.tight_layout(rect=(0, (0.12 + 0.24 * rows) / height if rows else 0, 1, 1), w_pad=2.0, h_pad=1.6)
     if entries:
