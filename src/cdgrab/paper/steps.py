@@ -24,7 +24,7 @@ from cdgrab.hooks.ghost import ExampleAttachment
 from cdgrab.paper.tasks.base import Problem
 
 _MOST_STEPS = 64
-_MOST_BYTES = {"cpu": 1 << 26, "cuda": 1 << 33}  # of rows that are collected
+_MOST_BYTES = {"cpu": 1 << 24, "cuda": 1 << 33}  # of rows that are collected
 
 Batch = tuple[Tensor, ...]
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from _data import make
 from cdgrab.paper import cli, recipes
+from cdgrab.paper.batch import run_all
 from cdgrab.paper.choices import Choices, parse_order, resolve
 from cdgrab.paper.recipes import RECIPES
 from cdgrab.paper.records import load_all
+from cdgrab.paper.runner import Place
 from cdgrab.paper.tasks import TASKS
 
 
@@ -202,3 +208,15 @@ def test_records_are_plain_json(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert info["environment"]["torch"]
     lines = next(tmp_path.rglob("epochs.jsonl")).read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_figure_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tiny data, with fewer workers and one epoch."""
+    first = RECIPES[name].configs(seeds=1, epochs=1)[:2]
+    problem = make(first[0].task, tmp_path, first[0].variant)
+    monkeypatch.setitem(TASKS, first[0].task, replace(TASKS[first[0].task], load=lambda *_: copy.deepcopy(problem)))
+    todo = [replace(config, workers=2, batch_size=4) for config in first]
+    runs = run_all(todo, Place(tmp_path / "results", tmp_path), Console(quiet=True))
+    assert [run.config for run in runs] == todo
+    assert all(run.complete and run.info.stopped is None for run in runs)
