@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sized
@@ -15,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from cdgrab import checkpoint
 from cdgrab.agreement import check_digest, check_same
+from cdgrab.arguments import checked_unit_size, length_of, split_batch, whole_number
 from cdgrab.balance.rules import RuleMaker, find_rule
 from cdgrab.exchange import (
     BoolArray,
@@ -92,19 +92,19 @@ class Ordering:
         group: Group = None,
         exchange: str | ExchangeMaker | None = None,
     ) -> None:
-        length = _length(dataset)
-        self.seed = _whole("seed", seed, least=0)
+        length = length_of(dataset)
+        self.seed = whole_number("seed", seed, least=0)
         self._group = process_group(group)
         self.world = world or World.detect(self._group)
-        self.batch_size = _whole("batch_size", batch_size, least=1)
+        self.batch_size = whole_number("batch_size", batch_size, least=1)
         self.order_name = order
         self.drop_last = drop_last
         self._spec = find_order(order)
-        self._worker_batch = _split_batch(self.batch_size, self.world)
-        self.unit_size = _check_unit_size(unit_size, 1 if isinstance(self._spec, Free) else None, self._worker_batch)
+        self._worker_batch = split_batch(self.batch_size, self.world)
+        self.unit_size = checked_unit_size(unit_size, 1 if isinstance(self._spec, Free) else None, self._worker_batch)
         self._make_rule = find_rule(rule)
         self._rule_name = rule if isinstance(rule, str) else "custom"
-        self._block = None if block is None else _whole("block", block, least=1)
+        self._block = None if block is None else whole_number("block", block, least=1)
         self._check_world()
 
         self._epoch = 0
@@ -272,7 +272,7 @@ class Ordering:
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` with what has been observed so far. Does nothing if `epoch` is the current one."""
-        epoch = _whole("epoch", epoch, least=0)
+        epoch = whole_number("epoch", epoch, least=0)
         self._settle()
         if epoch == self._epoch:
             return
@@ -622,57 +622,3 @@ class Ordering:
             self._sorter.start_epoch(epoch, self._visits())
         # Last, because whoever sees an unfinished epoch may go on with it.
         self._progress = Progress(self._units, epoch, self._orders)
-
-
-def _length(dataset: Any) -> int:
-    if isinstance(dataset, IterableDataset):
-        raise ValueError(
-            f"{type(dataset).__name__} is an iterable-style dataset, whose order is its own; an ordering needs a "
-            "map-style dataset, with __getitem__ and __len__"
-        )
-    if isinstance(dataset, Sized):
-        length = len(dataset)
-    elif isinstance(dataset, (int, np.integer)) and not isinstance(dataset, bool):
-        length = int(dataset)
-    else:
-        raise ValueError(
-            f"{type(dataset).__name__} has no length; pass a map-style dataset (with __len__) or a whole number"
-        )
-    if length < 1:
-        raise ValueError(f"the dataset has {length} examples; there is nothing to order")
-    return length
-
-
-def _whole(name: str, value: Any, *, least: int) -> int:
-    """A whole number of any integer type, numpy's included."""
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = -1
-    if not least <= number < 2**63:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number, {least} or more")
-    return number
-
-
-def _split_batch(batch_size: int, world: World) -> int:
-    """Examples of one worker in a full batch."""
-    if not world.one_process:
-        return batch_size
-    if batch_size % world.size:
-        raise ValueError(
-            f"batch_size is {batch_size}, which {world.size} simulated workers cannot share evenly; use a "
-            f"multiple of {world.size}"
-        )
-    return batch_size // world.size
-
-
-def _check_unit_size(unit_size: int | None, default: int | None, worker_batch: int) -> int:
-    if unit_size is None:
-        return default or worker_batch
-    unit_size = _whole("unit_size", unit_size, least=1)
-    if worker_batch % unit_size and unit_size % worker_batch:
-        raise ValueError(
-            f"unit_size is {unit_size}, but a worker's batch is {worker_batch} examples; units and batches must not "
-            f"straddle each other, so choose a divisor of {worker_batch}, or a multiple if batches are accumulated"
-        )
-    return unit_size

@@ -54,7 +54,7 @@ def balance_rounds(
     mean_D = flat_ND.sum(0, dtype=torch.float64) / len(flat_ND)
     first_W = np.arange(num_workers) * num_units
     orders = [np.arange(num_units) for _ in range(num_workers)]
-    visited_UWD = vectors_WUD.transpose(0, 1).contiguous()
+    visited_UWD = torch.empty(num_units, num_workers, dim, dtype=flat_ND.dtype).copy_(vectors_WUD.transpose(0, 1))
     yield Round(_bound(visited_UWD, mean_D), np.stack(orders))
 
     spec = find_order(order)
@@ -72,7 +72,8 @@ def balance_rounds(
             sorter.close()
             orders = [sorter.arrange(worker, visited, np.arange(0)) for worker, visited in enumerate(orders)]
         turns_UW = torch.from_numpy(np.stack(orders, axis=1) + first_W)
-        visited_UWD = flat_ND.index_select(0, turns_UW.reshape(-1)).view(num_units, num_workers, dim)
+        # Into the same memory: the sorter keeps no row, and fresh pages cost as much as filling them.
+        torch.index_select(flat_ND, 0, turns_UW.reshape(-1), out=visited_UWD.view(-1, dim))
         yield Round(_bound(visited_UWD, mean_D), np.stack(orders))
 
 
