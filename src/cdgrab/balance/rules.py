@@ -131,13 +131,16 @@ class Halving:
 
     def thresholds(self, num_rows: int, lengths: Callable[[], FloatArray]) -> FloatArray:
         spread = (4 / self.delta) * (1 + math.log(self.epochs)) * (1 + math.log(self._num_rows))
-        a_K = np.empty(num_rows)
-        for k, b2 in enumerate(lengths().tolist()):
-            self._row += 1
-            lam = math.log(spread * self._row * self._epoch)
-            a = a_K[k] = max(b2, math.sqrt(b2) * math.sqrt(self._v * lam))
+        lengths_K = lengths()
+        lam_K = np.log(spread * self._epoch * np.arange(self._row + 1, self._row + num_rows + 1))
+        roots_K = np.sqrt(lengths_K) * np.sqrt(lam_K)  # a product of squares might underflow
+        self._row += num_rows
+        a_K, v = np.empty(num_rows), self._v
+        for k, (b2, root) in enumerate(zip(lengths_K.tolist(), roots_K.tolist(), strict=True)):
+            a = a_K[k] = max(b2, root * math.sqrt(v))
             if a > 0:
-                self._v += b2 * max(0.0, 2 + (b2 / a - 2) * (self._v / a))  # squares might underflow
+                v += b2 * max(0.0, 2 + (b2 / a - 2) * (v / a))
+        self._v = v
         return a_K * (2.0 * self._rng.random(num_rows) - 1.0)
 
     def state_dict(self) -> dict[str, Any]:
