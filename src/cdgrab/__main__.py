@@ -8,7 +8,10 @@ def main() -> None:
     try:
         from cdgrab.paper.cli import main as command_line
     except ModuleNotFoundError as error:
-        sys.exit(f'Error: the command line needs the package {error.name}: pip install "cdgrab[paper]"')
+        print(f'Error: the command line needs the package {error.name}: pip install "cdgrab[paper]"', file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     command_line()
 
 

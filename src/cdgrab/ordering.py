@@ -192,6 +192,8 @@ class Ordering:
     def _take(self, rows: Tensor, units: Tensor | None) -> None:
         rows = torch.as_tensor(rows)
         steps = len(rows) if rows.ndim == 3 else 1
+        if steps == 0:
+            raise ValueError(f"rows have the shape {tuple(rows.shape)}, which is no step; give at least one")
         rows_ND = self._check_rows(rows.flatten(0, 1) if rows.ndim == 3 else rows)
         if units is None:
             turns = steps * self._turns_per_batch
@@ -325,18 +327,25 @@ class Ordering:
         """Go on where `state` was taken. A state that does not fit is refused and changes nothing."""
         self._settle()
         payload = checkpoint.unpack(state, self._config, [len(order) for order in self._orders])
-        if payload["records"] != self._records:
-            kinds = {True: "with a model attached by source='ghost'", False: "without"}
+        # Between epochs nothing is left of either form. (On a GPU source 'ghost' writes rows of small models down.)
+        moved = (
+            payload["records"] != self._records and payload["progress"]["turns"] == 0 and self._rule_name == "greedy"
+        )
+        if payload["records"] != self._records and not moved:
+            kinds = {True: "as records of layers (source='ghost')", False: "as rows"}
             raise ValueError(
-                f"the state was taken {kinds[payload['records']]}, and this ordering is {kinds[self._records]}; attach "
-                "the model before loading"
+                f"the state was taken within an epoch with gradients {kinds[payload['records']]}, and this ordering "
+                f"has them {kinds[self._records]}; attach the model before loading, as it was, or load a state taken "
+                "between epochs"
             )
         units = self._deal(self._units.num_examples, state["epoch"])
         orders = [order.numpy() for order in payload["orders"]]
         progress = Progress(units, state["epoch"], orders)
         progress.load_state_dict(payload["progress"])
         sorter = self._new_sorter()
-        if sorter is not None:
+        if sorter is not None and moved:
+            sorter.start_epoch(state["epoch"], self._visits())
+        elif sorter is not None:
             sorter.load_state_dict(payload["sorter"])
         if (payload["sketch"] is None) != (self._sketcher is None):
             kinds = {True: "without", False: "with a model attached by source='sketch'"}

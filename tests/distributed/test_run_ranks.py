@@ -19,7 +19,7 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    """The command as it stands in the README."""
+    """The command of docs/experiments.md."""
     options = ["run", "digits", "--workers", "2", "--batch", "64", "--epochs", "2", "--results", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", *TORCHRUN, "cdgrab", *options, "--device", "cpu"],

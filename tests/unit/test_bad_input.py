@@ -58,6 +58,7 @@ def state_of(ordering: Ordering) -> str:
         (randn(1, 3), None, "1 rows for a batch of 4 units"),
         (randn(0, 3), None, "0 rows for a batch of 4 units"),
         (randn(2, 2, 3), None, "4 rows for a batch of 6 units"),
+        (randn(0, 2, 3), None, r"rows have the shape \(0, 2, 3\), which is no step"),
         (randn(2, 2, 3, 1), None, r"rows have the shape \(2, 2, 3, 1\).*expected units x dim"),
         (randn(2, 0), None, r"rows have the shape \(2, 0\)"),
         (randn(2, 3).to(torch.complex64), None, "type torch.complex64; expected units x dim real numbers"),

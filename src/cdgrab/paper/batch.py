@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
+import os
 import queue
 import signal
 from collections.abc import Callable
@@ -68,7 +70,9 @@ def _side_by_side(
         news: Any = manager.Queue()
         pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_interruptible)
         there = {config: _complete(config, place) for config in todo}
-        futures: dict[RunConfig, Future[Run]] = {config: pool.submit(_work, config, place, news) for config in todo}
+        futures: dict[RunConfig, Future[Run]] = {
+            config: pool.submit(_work, config, place, news, os.getpid()) for config in todo
+        }
         try:
             pending = set(futures)
             while pending:
@@ -83,19 +87,31 @@ def _side_by_side(
                     while not news.empty():
                         on_epoch(*news.get())
                     on_end(config, done, there[config])
-        except KeyboardInterrupt:
-            # Those under way have been interrupted, too, and save themselves; the others are not begun.
+        except BaseException as error:
+            # Whether a run failed or the user has had enough: the others save themselves, and none is begun.
+            for process in list(pool._processes.values()):
+                with contextlib.suppress(OSError, AttributeError):
+                    os.kill(process.pid or 0, signal.SIGINT)
             pool.shutdown(wait=True, cancel_futures=True)
-            stopped = [future.exception() for future in futures.values() if future.done() and not future.cancelled()]
-            first = next((error for error in stopped if isinstance(error, Interrupted)), None)
-            raise first or Interrupted(place.results, 0) from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            ended = [future.exception() for future in futures.values() if future.done() and not future.cancelled()]
+            saved = [stop for stop in ended if isinstance(stop, Interrupted) and stop.path is not None]
+            raise Interrupted(
+                place.results if saved else None, max((stop.epochs for stop in saved), default=0)
+            ) from None
+        pool.shutdown()
 
 
 def _interruptible() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def _work(config: RunConfig, place: Place, news: Any) -> Run:
-    return run(config, place, command=command(config), on_epoch=lambda record: news.put((config, record)))
+def _work(config: RunConfig, place: Place, news: Any, parent: int) -> Run:
+    def tell(record: EpochRecord) -> None:
+        if os.getppid() != parent:  # nobody waits for this run any more
+            raise KeyboardInterrupt
+        news.put((config, record))
+
+    return run(config, place, command=command(config), on_epoch=tell)

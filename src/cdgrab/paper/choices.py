@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
 from cdgrab import ORDERS, RULES
+from cdgrab.order import Free
 from cdgrab.paper.config import RunConfig
 from cdgrab.paper.split import check_partition
 from cdgrab.paper.tasks import find_task
@@ -52,11 +53,13 @@ def resolve(task_name: str, choices: Choices) -> RunConfig:
         raise ValueError(f"unknown optimizer {found['optimizer']!r}; choose one of {', '.join(OPTIMIZERS)}")
     check_partition(choices.partition)
     _check_source(choices.source)
+    if found["optimizer"] != "sgd":
+        found["momentum"] = 0.0  # Adam has its own
     return RunConfig(
         task=task.name,
         variant=variant,
         order=order,
-        rule=rule,
+        rule=rule if order not in FREE else "greedy",  # an order without signs has no rule
         source=choices.source if order not in FREE else "exact",
         seed=choices.seed,
         partition=choices.partition,
@@ -69,6 +72,8 @@ def parse_order(text: str) -> tuple[str, str]:
     order, _, rule = text.partition("+")
     if not rule and order in RULES:
         return "cd-grab", order
+    if order in RULES:
+        raise ValueError(f"{text!r} names two rules and no order; say cd-grab+{rule}, or {order} alone")
     if order not in ORDERS:
         raise ValueError(
             f"unknown order {order!r}{nearest(order, [*ORDERS, *RULES])}; choose one of {', '.join(ORDERS)}, "
@@ -105,12 +110,12 @@ def _check_numbers(found: dict[str, object], seed: int) -> None:
             raise ValueError(f"--{_OPTIONS.get(key, key)} is {value}; it must be at least {least}")
     for key in ("lr", "momentum", "weight_decay"):
         value = found[key]
-        if not isinstance(value, float | int) or not 0 <= value < float("inf") or (key == "lr" and value == 0):
-            raise ValueError(
-                f"--{key.replace('_', '-')} is {value}; it must be {'above' if key == 'lr' else 'at least'} 0"
-            )
+        most = 1.0 if key == "momentum" else float("inf")
+        if not isinstance(value, float | int) or not 0 <= value < most or (key == "lr" and value == 0):
+            limits = {"lr": "above 0 and finite", "momentum": "at least 0 and below 1"}
+            raise ValueError(f"--{key.replace('_', '-')} is {value}; it must be {limits.get(key, 'at least 0')}")
     if not 0 <= seed < 2**31:
-        raise ValueError(f"--seed is {seed}; it must be 0 or more")
+        raise ValueError(f"--seed is {seed}; it must be from 0 to {2**31 - 1}")
     if found["batch_size"] % found["workers"]:  # type: ignore[operator]
         raise ValueError(
             f"a batch of {found['batch_size']} cannot be shared evenly by {found['workers']} workers; choose --batch, "
@@ -125,4 +130,4 @@ def _check_source(source: str) -> None:
     raise ValueError(f"unknown source {source!r}; choose exact, sketch:LENGTH or random-sketch:LENGTH")
 
 
-FREE = {name for name, spec in ORDERS.items() if type(spec).__name__ == "Free"}
+FREE = {name for name, spec in ORDERS.items() if isinstance(spec, Free)}

@@ -7,7 +7,9 @@ cannot be (the message says what to do); 130 interrupted (what was done is saved
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -195,7 +197,7 @@ def report(
     from cdgrab.paper.report import write_report
 
     page = write_report(folder, out or folder)
-    Console().print(f"Written to {page}", highlight=False, soft_wrap=True)
+    Console().print(f"Written to {page}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: cdgrab data --download m4-weekly")
@@ -233,10 +235,11 @@ def data(
 def _place(results: Path, data: Path | None, device: str) -> Place:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"unknown device {device!r}; choose cpu, cuda or auto")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but PyTorch sees no GPU; use --device cpu")
+    kind, _, number = device.partition(":")
+    if kind not in ("cpu", "cuda") or (number and (kind == "cpu" or not number.isdecimal())):
+        raise ValueError(f"unknown device {device!r}; choose cpu, cuda, cuda:NUMBER or auto")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {device}, but PyTorch sees {torch.cuda.device_count()} GPUs; use --device cpu")
     return Place(results, data_sets.folder(data), device)
 
 
@@ -247,6 +250,9 @@ def _do(
         if name not in WRITERS:
             raise ValueError(f"unknown --log {name!r}; choose one of {', '.join(WRITERS)}")
     console = Console(quiet=_rank() > 0)
+    if _rank() >= 0 and jobs > 1:
+        raise ValueError("--jobs is for one process; ranks of torchrun share every run")
+    place = replace(place, jobs=jobs)
     if dry_run:
         _foretell(todo, place, console, jobs)
         return
@@ -260,13 +266,16 @@ def _do(
         writers = [WRITERS[name](place.results) for name in log or [] if _rank() <= 0]
         runs = run_all(todo, place, console, jobs=jobs, writers=writers)
     except KeyboardInterrupt:  # while data were read, say
-        raise Interrupted(place.results, 0) from None
+        raise Interrupted(None, 0) from None
     finally:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     show(runs, console)
     console.print(
-        f"Records in {place.results}; a page of them: cdgrab report {place.results}", highlight=False, soft_wrap=True
+        f"Records in {place.results}; a page of them: cdgrab report {place.results}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
     if any(run.info.stopped for run in runs):
         raise typer.Exit(1)
@@ -345,17 +354,14 @@ def _main(
 
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; errors of the user's become one line and a status."""
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was done is saved
     try:
         return app(arguments, standalone_mode=True)
     except Interrupted as stopped:
-        errors.print(
-            f"Interrupted; {stopped}. Everything is saved in {stopped.path}. The same command goes on from there."
-        )
-        sys.exit(130)
-    except KeyboardInterrupt:
-        errors.print("Interrupted.")
+        errors.print(str(stopped))
         sys.exit(130)
     except (ValueError, OSError) as error:
-        errors.print(f"Error: {error}", markup=False)
+        errors.print(f"Error: {error}")
         sys.exit(2)

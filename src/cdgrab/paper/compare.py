@@ -245,7 +245,13 @@ def _notes(runs: dict[str, dict[int, Run]], rows: list[Row], rival: str) -> list
         notes.append(f"Finished seeds differ ({listed}). Comparisons with {rival} use those in common.")
     elif seeds and all(len(found) == 1 for found in seeds.values()):
         notes.append("One seed: what is chance and what is not cannot be told apart.")
-    machines = {str(run.info.environment.get("hardware", "")) for mine in runs.values() for run in mine.values()}
+    everyone = [run for mine in runs.values() for run in mine.values()]
+    if len({run.info.data for run in everyone}) > 1:
+        listed = "; ".join(sorted({run.info.data for run in everyone}))
+        notes.append(f"Runs were made with different data ({listed}): they do not compare.")
+    if any(run.info.environment.get("runs at a time", 1) > 1 for run in everyone):
+        notes.append("Several runs shared the machine: do not trust their seconds.")
+    machines = {str(run.info.environment.get("hardware", "")) for run in everyone}
     if len(machines) > 1:
         notes.append(f"Runs come from different hardware ({'; '.join(sorted(machines))}): do not trust their seconds.")
     return notes

@@ -56,15 +56,17 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     console.print(f"[bold]Digits[/], 1,536 images. Regime: {REGIME}.", highlight=False)
     try:
-        runs = run_all(
-            configs(options.seeds, options.epochs), Place(options.results, data.folder(None)), console, jobs=1
-        )
+        runs = run_all(configs(options.seeds, options.epochs), Place(options.results, data.folder(None)), console)
+        show(runs, console)
+        page = write_report(options.results, options.results)
     except Interrupted as stopped:
-        console.print(f"Interrupted; {stopped}. make demo goes on from there; rm -r {options.results} begins anew.")
+        console.print(f"{stopped} rm -r {options.results} begins anew.", highlight=False, markup=False)
         return 130
-    show(runs, console)
-    page = write_report(options.results, options.results)
-    console.print(f"A page to look at: {page}", highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        return 130
+    except ValueError as error:
+        parser.error(str(error))
+    console.print(f"A page to look at: {page}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

@@ -36,8 +36,9 @@ class EpochRecord:
         seconds: Of training from the start of the run, evaluation left out; the four below sum up to it.
         seconds_data: Fetching batches.
         seconds_compute: Forward, backward and the optimizer's step.
-        seconds_exchange: Averaging gradients and bringing rows together, where there are several ranks.
-        seconds_sorter: Finding the next order.
+        seconds_exchange: Averaging gradients in closed form between ranks; what DistributedDataParallel does counts as
+            computing.
+        seconds_sorter: Finding the next order, with what it takes to bring rows of several ranks together.
         bytes: Sent by this rank for ordering, from the start of the run.
         imbalance: `Ordering.metrics()["imbalance"]` of the epoch.
         herding_bound: Of the order about to be used, for the gradients at that point, where these are few enough.
@@ -143,12 +144,12 @@ def settings(runs: Iterable[Run]) -> dict[RunConfig, list[Run]]:
     return groups
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file, which is whole or absent whatever happens."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        with partial.open("w") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -159,6 +160,7 @@ def write_whole(path: Path, text: str) -> None:
 def _record(found: dict[str, Any]) -> EpochRecord:
     known = {field.name for field in fields(EpochRecord)}
     found["loss"] = math.nan if found["loss"] is None else found["loss"]
+    found["metrics"] = {key: math.nan if value is None else value for key, value in found["metrics"].items()}
     return EpochRecord(**{key: value for key, value in found.items() if key in known})
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,25 +25,42 @@ from cdgrab.paper.tasks.base import Problem
 from cdgrab.paper.train import Trainer
 
 _SAVE_EVERY = 20.0  # seconds
-_MINIMA: dict[tuple[str, str, Path], float] = {}  # of training losses; the same for all runs on the same data
+# By task, variant and data folder: smallest training losses, and lines on the data.
+_MINIMA: dict[tuple[str, str, Path], float] = {}
+_DATA: dict[tuple[str, str, Path], str] = {}
 
 
 class Interrupted(Exception):
-    """A run was stopped by the user; `path` is where it can go on."""
+    """Runs were stopped by the user.
 
-    def __init__(self, path: Path, epochs: int) -> None:
-        super().__init__(f"stopped after {epochs} epochs")
+    Attributes:
+        path: What has been saved; None if there was nothing to save.
+        epochs: How far that run had come.
+    """
+
+    def __init__(self, path: Path | None, epochs: int) -> None:
+        super().__init__(path, epochs)  # both, so that it can be sent from one process to another
         self.path, self.epochs = path, epochs
+
+    def __str__(self) -> str:
+        if self.path is None:
+            return "Interrupted before anything was trained."
+        what = f"Interrupted after {self.epochs} epochs, which are saved in {self.path}."
+        return f"{what} The same command goes on from there."
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs happen and where their records go."""
+    """Where runs happen and where their records go.
+
+    Attributes:
+        jobs: How many runs there are at a time; for the record, since their seconds then tell little.
+    """
 
     results: Path
     data: Path
     device: str = "cpu"
-    capture: bool | None = None
+    jobs: int = 1
 
     def folder(self, config: RunConfig) -> Path:
         return self.results / config.task / config.folder_name
@@ -74,16 +92,70 @@ def run(
     """
     found = find_run(config, place)
     if found is not None and found.complete:
+        _check_data(found, place)
         (place.folder(config) / "state.pt").unlink(missing_ok=True)  # interrupted when all was done
         for record in found.epochs:
             on_epoch(record)
         return found
-    problem = find_task(config.task).load(place.data, config.variant, config.seed)
+    problem = _loaded(config, place)
+    if place.device.startswith("cuda"):
+        torch.cuda.set_device(place.device)
+    balance_vectors(torch.zeros(1, 2, 3))  # compile before the clock runs
+    trainer = Trainer(config, problem, device=place.device)
+    running = _Running(config, place, trainer, _info(config, problem, place, command))
+    with _alone(running.path) if running.writes else contextlib.nullcontext():
+        return running.to_the_end(on_epoch)
+
+
+def _loaded(config: RunConfig, place: Place) -> Problem:
+    task = find_task(config.task)
+    try:
+        problem = task.load(place.data, config.variant, config.seed)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f'the task {task.name} needs the package {error.name}: pip install "cdgrab[paper,text]"'
+        ) from error
+    _DATA[config.task, config.variant, place.data] = problem.data
     if problem.rows is not None and place.device == "cpu":
         torch.set_num_threads(1)  # models this small only lose by a second thread
-    balance_vectors(torch.zeros(1, 2, 3))  # compile before the clock runs
-    trainer = Trainer(config, problem, device=place.device, capture=place.capture)
-    return _Running(config, place, trainer, _info(config, problem, place, command)).to_the_end(on_epoch)
+    return problem
+
+
+def _check_data(found: Run, place: Place) -> None:
+    """Refuse a run that was made with other data than are in the data folder now; without data there is no telling."""
+    config = found.config
+    key = (config.task, config.variant, place.data)
+    if key not in _DATA:
+        try:
+            _loaded(config, place)
+        except ValueError:
+            return
+    if _DATA[key] != found.info.data:
+        raise ValueError(
+            f"{place.folder(config)} was made with other data ({found.info.data}) than are there now ({_DATA[key]}); "
+            "choose another folder with --results"
+        )
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Nobody else works on the run in the folder `path` meanwhile."""
+    try:
+        import fcntl
+    except ImportError:  # a system without such locks
+        yield
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    lock = path / ".lock"
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"another process is working on the run in {path}; wait for it, or stop it") from error
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 class _Running:
@@ -111,7 +183,8 @@ class _Running:
         except KeyboardInterrupt:
             if self.ranks == 1:
                 self._save_state()
-            raise Interrupted(self.path, len(self.epochs) - 1 if self.epochs else 0) from None
+            trained = None if self.snapshot is None else self.snapshot["trained"]
+            raise Interrupted(None if trained is None else self.path, trained or 0) from None
         done = Run(self.config, self.info, self.epochs)
         if self.writes:
             records.save(self.path, done)
@@ -119,33 +192,34 @@ class _Running:
         return done
 
     def _add(self, record: EpochRecord) -> None:
-        # The snapshot first: an interruption in between costs the record, which the epoch done again brings back.
-        self.snapshot = self._state()
+        # The record first: if it is ahead of the state, its epoch is trained again; the other way round it were lost.
         self.epochs.append(record)
+        self.snapshot = self._state()
         first = len(self.epochs) == 1  # a folder that cannot be written shows now, not after hours
         if first or self.ranks > 1 or time.monotonic() - self.saved_at > _SAVE_EVERY:
             self._save_state()
 
     def _state(self) -> dict[str, Any]:
-        state = self.trainer.state_dict()
+        state = {**self.trainer.state_dict(), "where": self.where}
         if self.ranks > 1:  # every rank has an order of its own
             orderings: list[Any] = [None] * self.ranks
             dist.all_gather_object(orderings, state["ordering"])
             state["ordering"] = orderings
         return state
 
+    @property
+    def where(self) -> str:
+        """What cannot change in the middle of a run."""
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)}, {self.trainer.device.type}"
+
     def _save_state(self) -> None:
         if self.snapshot is None or not self.writes:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        partial = self.path / "state.pt.partial"
-        try:
-            torch.save(self.snapshot, partial)
-            partial.replace(self.path / "state.pt")
-        finally:
-            partial.unlink(missing_ok=True)
         known = [record for record in self.epochs if record.epoch <= self.snapshot["trained"]]
         records.save(self.path, Run(self.config, self.info, known))
+        content = io.BytesIO()
+        torch.save(self.snapshot, content)
+        records.write_whole(self.path / "state.pt", content.getvalue())
         self.saved_at = time.monotonic()
 
     def _resume(self) -> None:
@@ -160,9 +234,25 @@ class _Running:
             ) from error
         found = records.load(self.path)
         self.epochs = [record for record in found.epochs if record.epoch <= state["trained"]]
+        begun = {"where it runs": (state["where"], self.where), "its data": (found.info.data, self.info.data)}
+        for what, (before, now) in begun.items():
+            if before != now:
+                raise ValueError(
+                    f"the run in {self.path} was begun with {what} being {before!r}, which is {now!r} now; go on as "
+                    "before, or remove the folder to begin it anew"
+                )
+        if not self.epochs or self.epochs[-1].epoch != state["trained"]:
+            raise ValueError(
+                f"{self.path} has a state after {state['trained']} epochs and no record of it; remove the folder to "
+                "begin this run anew"
+            )
         if self.ranks > 1:
             state["ordering"] = state["ordering"][dist.get_rank()]
         self.trainer.load_state_dict(state, self.epochs[-1])
+        earlier = [part for part in found.info.environment.get("before", []) if part]
+        last = {key: value for key, value in found.info.environment.items() if key != "before"}
+        if last != self.info.environment or earlier:
+            self.info = replace(self.info, environment={**self.info.environment, "before": [*earlier, last]})
 
 
 def _info(config: RunConfig, problem: Problem, place: Place, command: str) -> RunInfo:
@@ -176,7 +266,7 @@ def _info(config: RunConfig, problem: Problem, place: Place, command: str) -> Ru
         num_examples=len(problem.train[0]),
         dim=sum(p.numel() for p in problem.model.parameters() if p.requires_grad),
         minimum=_MINIMA.get(key),
-        environment=records.environment(place.device),
+        environment={**records.environment(place.device), "runs at a time": place.jobs},
         command=command,
     )
 
@@ -196,11 +286,12 @@ def check_writable(folder: Path) -> None:
 
 def estimate(config: RunConfig, place: Place, seconds: float = 2.0) -> float:
     """Seconds the run would take, from some of its first steps; nothing is written."""
-    problem = find_task(config.task).load(place.data, config.variant, config.seed)
+    problem = _loaded(config, place)
     balance_vectors(torch.zeros(1, 2, 3))
+    Trainer(config, problem, device=place.device)  # refuses what the run would refuse
     few = min(len(problem.train[0]), 64 * config.batch_size)
     some = replace(problem, train=tuple(part[:few] for part in problem.train), labels=None)
-    trainer = Trainer(replace(config, partition="iid"), some, device=place.device, capture=place.capture)
+    trainer = Trainer(replace(config, partition="iid"), some, device=place.device)
     trainer.epoch()  # warms up
     start, done = time.perf_counter(), 0
     while done == 0 or time.perf_counter() - start < seconds:

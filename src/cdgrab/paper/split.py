@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cdgrab import Ordering, World
+from cdgrab.paper.config import RunConfig
 
 KINDS = "iid, sorted (by class) or dirichlet:ALPHA (ALPHA above 0; the smaller, the fewer classes a worker has)"
 
@@ -29,23 +30,23 @@ def check_partition(partition: str) -> None:
         raise ValueError(f"unknown partition {partition!r}; choose {KINDS}")
 
 
-def placed(partition: str, labels_N: Tensor | None, num: int, workers: int, seed: int) -> Tensor:
+def placed(config: RunConfig, labels_N: Tensor | None, num: int) -> Tensor:
     """The example at every position.
 
     Args:
-        partition: `"iid"`, `"sorted"` or `"dirichlet:ALPHA"`.
+        config: Of the run: its partition, order, workers and seed.
         labels_N: The class of every example.
         num: Number of examples.
-        workers: Number of workers.
-        seed: That of the ordering, and of the split.
     """
-    check_partition(partition)
-    if partition == "iid":
+    check_partition(config.partition)
+    if config.partition == "iid":
         return torch.arange(num)
     if labels_N is None:
-        raise ValueError(f"partition {partition!r} needs classes, which this task has none of; use iid")
+        raise ValueError(f"partition {config.partition!r} needs classes, which this task has none of; use iid")
+    workers, seed, partition = config.workers, config.seed, config.partition
+    # Real ranks are dealt the same positions, but see only their own.
     dealt = Ordering(
-        num, batch_size=workers, unit_size=1, order="shuffle-once", world=World.simulated(workers), seed=seed
+        num, batch_size=workers, unit_size=1, order=config.order, world=World.simulated(workers), seed=seed
     )
     positions = [order.numpy() for order in dealt.orders]
     rng = np.random.default_rng([seed, 0x5B117])

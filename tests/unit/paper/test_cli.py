@@ -82,8 +82,18 @@ def test_a_run_that_diverges(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["run", "digits", "--workers", "0"], "--workers is 0; it must be at least 1"),
         (["run", "digits", "--workers", "3", "--batch", "4"], "cannot be shared evenly by 3 workers"),
         (["run", "digits", "--workers", "5000", "--batch", "5000"], "5000 workers, but only 1536 examples"),
+        (["run", "digits", "--order", "halving+walk"], "names two rules and no order; say cd-grab+walk"),
         (["run", "digits", "--lr", "-1"], "--lr is -1.0; it must be above 0"),
+        (["run", "digits", "--lr", "inf"], "--lr is inf; it must be above 0 and finite"),
+        (["run", "digits", "--momentum", "1"], "--momentum is 1.0; it must be at least 0 and below 1"),
         (["run", "digits", "--seed", "-1"], "--seed is -1"),
+        (["run", "digits", "--schedule", "step:0:1"], "schedule 'step:0:1' cannot be read"),
+        (["run", "digits", "--device", "cpu:x"], "unknown device 'cpu:x'"),
+        (["run", "digits", "--device", "cuda:7"], "--device cuda:7, but PyTorch sees"),
+        (
+            ["compare", "digits", "--orders", "global-rr", "--partition", "sorted", "--dry-run"],
+            "deals anew every epoch",
+        ),
         (["run", "digits", "--source", "sketch"], "unknown source 'sketch'"),
         (["run", "digits", "--partition", "half"], "unknown partition 'half'"),
         (["run", "digits", "--variant", "tree"], "digits has no variant 'tree'; choose one of softmax, mlp"),
@@ -95,7 +105,7 @@ def test_a_run_that_diverges(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["compare", "digits", "--orders", ","], "--orders is empty"),
         (["paper", "hmdaa"], "unknown figure 'hmdaa' (did you mean 'hmda'?)"),
         (["report", "/nowhere"], "/nowhere"),
-        (["data", "--download", "m4"], "m4"),
+        (["data", "--download", "m4"], "did you mean"),
         (["verify", "herdin"], "herding"),
     ],
 )
@@ -194,6 +204,28 @@ def test_other_writers(
     assert ("finished" in told) == (kind == "wandb")
 
 
+def test_what_makes_no_difference_makes_no_other_run() -> None:
+    assert resolve("digits", Choices(order="rr+walk")) == resolve("digits", Choices(order="rr"))
+    adam = Choices(optimizer="adam", momentum=0.5)
+    assert resolve("digits", adam) == resolve("digits", replace(adam, momentum=0.1))
+
+
+def test_brackets_in_names_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(capsys, "run", "digits", *QUICK, "--results", str(tmp_path / "a[/]b"))
+    assert status == 0
+    assert "a[/]b" in out
+
+
+def test_jobs_are_for_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, errors = call(capsys, "compare", "digits", "--jobs", "2", "--results", str(tmp_path))
+    assert status == 2
+    assert "--jobs is for one process" in errors
+
+
 def test_a_missing_writer(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     status, _, errors = call(capsys, "run", "digits", *QUICK, "--results", str(tmp_path), "--log", "wandb")
@@ -212,11 +244,11 @@ def test_records_are_plain_json(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_figure_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On tiny data, with fewer workers and one epoch."""
-    first = RECIPES[name].configs(seeds=1, epochs=1)[:2]
-    problem = make(first[0].task, tmp_path, first[0].variant)
-    monkeypatch.setitem(TASKS, first[0].task, replace(TASKS[first[0].task], load=lambda *_: copy.deepcopy(problem)))
-    todo = [replace(config, workers=2, batch_size=4) for config in first]
+    """On tiny data, with two workers and one epoch: all orders, sources and splits of the figure."""
+    wanted = [replace(c, workers=2, batch_size=4) for c in RECIPES[name].configs(seeds=1, epochs=1)]
+    todo = list(dict.fromkeys(wanted))
+    problem = make(todo[0].task, tmp_path, todo[0].variant)
+    monkeypatch.setitem(TASKS, todo[0].task, replace(TASKS[todo[0].task], load=lambda *_: copy.deepcopy(problem)))
     runs = run_all(todo, Place(tmp_path / "results", tmp_path), Console(quiet=True))
     assert [run.config for run in runs] == todo
     assert all(run.complete and run.info.stopped is None for run in runs)

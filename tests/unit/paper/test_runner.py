@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cdgrab.paper.choices import Choices, command, resolve
 from cdgrab.paper.config import RunConfig
 from cdgrab.paper.records import EpochRecord, load, load_all
 from cdgrab.paper.runner import Interrupted, Place, estimate, find_run, run
+from cdgrab.paper.steps import EagerSteps
 
 
 def chosen(**changes: Any) -> RunConfig:
@@ -79,6 +81,77 @@ def test_a_killed_run_goes_on_from_its_last_state(tmp_path: Path, monkeypatch: p
     assert [record.loss for record in resumed.epochs] == [record.loss for record in straight.epochs]
 
 
+def test_an_interruption_within_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on from the end of the epoch before, momentum included."""
+    straight = run(chosen(momentum=0.9), place(tmp_path / "straight"))
+    steps, observe = 0, EagerSteps._in_closed_form
+
+    def interrupted(self: EagerSteps, batch: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 3 * 384 + 100:  # of the fourth epoch
+            raise KeyboardInterrupt
+        observe(self, batch)
+
+    monkeypatch.setattr(EagerSteps, "_in_closed_form", interrupted)
+    with pytest.raises(Interrupted) as stopped:
+        run(chosen(momentum=0.9), place(tmp_path / "broken"))
+    assert stopped.value.epochs == 3
+    resumed = run(chosen(momentum=0.9), place(tmp_path / "broken"))
+    assert [record.loss for record in resumed.epochs] == [record.loss for record in straight.epochs]
+
+
+def test_a_state_ahead_of_its_records_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(chosen(), place(tmp_path), on_epoch=after(3))
+    lines = place(tmp_path).folder(chosen()) / "epochs.jsonl"
+    lines.write_text("".join(lines.read_text().splitlines(True)[:-1]))
+    with pytest.raises(ValueError, match="has a state after 3 epochs and no record of it"):
+        run(chosen(), place(tmp_path))
+
+
+def test_a_run_goes_on_only_where_it_was_begun(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(chosen(), place(tmp_path), on_epoch=after(3))
+    file = place(tmp_path).folder(chosen()) / "state.pt"
+    state = torch.load(file, weights_only=True)
+    torch.save({**state, "where": "1 rank, cuda"}, file)
+    with pytest.raises(ValueError, match="'1 rank, cuda', which is '1 rank, cpu' now"):
+        run(chosen(), place(tmp_path))
+
+
+def test_runs_on_other_data_are_refused(tmp_path: Path) -> None:
+    done = run(chosen(), place(tmp_path))
+    folder = place(tmp_path).folder(chosen())
+    records.save(folder, replace(done, info=replace(done.info, data="something else")))
+    with pytest.raises(ValueError, match=r"was made with other data \(something else\)"):
+        run(chosen(), place(tmp_path))
+
+
+def test_nobody_else_works_on_the_same_run(tmp_path: Path) -> None:
+    def again(record: EpochRecord) -> None:
+        if record.epoch == 1:
+            with pytest.raises(ValueError, match="another process is working on the run"):
+                run(chosen(), place(tmp_path))
+
+    assert run(chosen(), place(tmp_path), on_epoch=again).complete
+
+
+def test_a_metric_that_is_not_finite_survives(tmp_path: Path) -> None:
+    done = run(chosen(), place(tmp_path))
+    odd = replace(done.epochs[2], metrics={"accuracy": float("nan")})
+    folder = place(tmp_path).folder(chosen())
+    records.save(folder, replace(done, epochs=[*done.epochs[:2], odd, *done.epochs[3:]]))
+    records.save(folder, load(folder))
+    assert str(load(folder).epochs[2].metrics["accuracy"]) == "nan"
+
+
+def test_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ValueError, match=r"digits needs the package sklearn.datasets: pip install"):
+        run(chosen(), place(tmp_path))
+
+
 def test_a_damaged_state_is_named(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         run(chosen(), place(tmp_path), on_epoch=after(2))
@@ -112,7 +185,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)  # of records and states alike
     with pytest.raises(OSError, match="No space left"):
         run(chosen(seed=2), place(tmp_path))
     assert load_all(tmp_path) == [before]
@@ -137,8 +210,21 @@ def test_the_estimate_is_about_right(tmp_path: Path) -> None:
     assert taken / 5 < told < taken * 5  # a shared machine; an estimate off by the number of epochs would show
 
 
-def test_ctrl_c_saves_and_says_so(tmp_path: Path) -> None:
-    arguments = ["run", "digits", "--epochs", "100000", "--results", str(tmp_path)]
+@pytest.mark.parametrize(("how", "jobs"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
+def test_interrupted_commands_save_and_say_so(how: signal.Signals, jobs: int, tmp_path: Path) -> None:
+    """Only the process that was started gets the signal; those it has started must end with it."""
+    arguments = [
+        "compare",
+        "digits",
+        "--epochs",
+        "100000",
+        "--seeds",
+        "1",
+        "--jobs",
+        str(jobs),
+        "--results",
+        str(tmp_path),
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "cdgrab", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -146,14 +232,17 @@ def test_ctrl_c_saves_and_says_so(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.rglob("run.json")) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 90
+    while len(list(tmp_path.rglob("run.json"))) < jobs and time.monotonic() < deadline:
         time.sleep(0.1)
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
+    time.sleep(4)  # a few epochs, which nothing but the interruption saves
+    process.send_signal(how)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Everything is saved in" in errors
-    (found,) = load_all(tmp_path)
-    assert len(found.epochs) > 1
-    assert torch.load(next(tmp_path.rglob("state.pt")), weights_only=True)["trained"] == found.epochs[-1].epoch
+    assert process.returncode == 130, errors
+    assert "The same command goes on from there." in " ".join(errors.split())
+    found = load_all(tmp_path)
+    assert len(found) == jobs
+    for one in found:
+        assert len(one.epochs) > 1
+        state = tmp_path / "digits" / one.config.folder_name / "state.pt"
+        assert torch.load(state, weights_only=True)["trained"] == one.epochs[-1].epoch

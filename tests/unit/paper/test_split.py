@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from _problems import config
 from cdgrab import Ordering, World
+from cdgrab.paper.config import RunConfig
 from cdgrab.paper.split import placed
 
 
-def shards(partition: str, labels: torch.Tensor, workers: int, seed: int = 0) -> list[torch.Tensor]:
+def chosen(partition: str, workers: int, seed: int = 0, order: str = "cd-grab") -> RunConfig:
+    made = config(workers=workers, batch_size=workers, seed=seed, order=order)
+    return replace(made, partition=partition)
+
+
+def shards(partition: str, labels: torch.Tensor, workers: int, order: str = "cd-grab") -> list[torch.Tensor]:
     """The classes each worker trains on, in its first order."""
-    places = placed(partition, labels, len(labels), workers, seed)
+    places = placed(chosen(partition, workers, order=order), labels, len(labels))
     assert sorted(places.tolist()) == list(range(len(labels)))
-    ordering = Ordering(len(labels), batch_size=workers, unit_size=1, world=World.simulated(workers), seed=seed)
+    ordering = Ordering(len(labels), batch_size=workers, unit_size=1, order=order, world=World.simulated(workers))
     return [labels[places[order]] for order in ordering.orders]
 
 
@@ -28,8 +37,9 @@ def test_every_example_is_dealt_once(partition: str, workers: int) -> None:
     assert sorted(torch.cat(found).tolist()) == sorted(LABELS.tolist())
 
 
-def test_sorted_workers_have_few_classes_and_are_shuffled() -> None:
-    found = shards("sorted", LABELS, 3)
+@pytest.mark.parametrize("order", ["cd-grab", "rr", "shuffle-once", "sequential", "id-grab"])
+def test_sorted_workers_have_few_classes_and_are_shuffled(order: str) -> None:
+    found = shards("sorted", LABELS, 3, order)
     assert max(len(set(mine.tolist())) for mine in found) <= 3
     assert any(mine.tolist() != sorted(mine.tolist()) for mine in found)
 
@@ -44,7 +54,7 @@ def test_dirichlet_is_between_the_two() -> None:
 
 
 def test_seeds() -> None:
-    first, again, other = (placed("dirichlet:0.3", LABELS, 103, 4, seed) for seed in (1, 1, 2))
+    first, again, other = (placed(chosen("dirichlet:0.3", 4, seed), LABELS, 103) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -54,9 +64,9 @@ def test_seeds() -> None:
 )
 def test_unknown_splits(partition: str) -> None:
     with pytest.raises(ValueError, match="unknown partition"):
-        placed(partition, LABELS, 103, 4, 0)
+        placed(chosen(partition, 4), LABELS, 103)
 
 
 def test_a_split_by_class_needs_classes() -> None:
     with pytest.raises(ValueError, match="needs classes"):
-        placed("sorted", None, 10, 2, 0)
+        placed(chosen("sorted", 2), None, 10)
