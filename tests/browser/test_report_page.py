@@ -56,10 +56,15 @@ class Browser:
         self.js("document.querySelector(arguments[0]).click()", f'input[name="{name}"][value="{value}"]')
 
     def lines(self, selector: str) -> list[str]:
-        return [str(group.get_attribute("data-contender")) for group in self.all(f"{selector} .series")]
+        return self._read(f"{selector} .series", "element.dataset.contender")
 
     def ticks(self, selector: str) -> list[str]:
-        return [tick.text for tick in self.all(f"{selector} .tick.y")]
+        return self._read(f"{selector} .tick.y", "element.textContent")
+
+    def _read(self, selector: str, what: str) -> list[str]:
+        """Of all elements at once: a chart that is drawn anew in between would leave the others stale."""
+        found: list[str] = self.js(f"Array.from(document.querySelectorAll(arguments[0]), element => {what})", selector)
+        return found
 
     def wait(self, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + 10
@@ -171,7 +176,7 @@ def test_a_chip_hides_its_order_everywhere_in_its_setting(open_page: Open) -> No
     assert bar.is_displayed()
     for each in browser.all('[data-section="setting-0"] .chip'):
         each.click()
-    browser.wait(lambda: "Nothing to show" in browser.one(loss).text)
+    browser.wait(lambda: "Nothing to show" in browser.js("document.querySelector(arguments[0]).textContent", loss))
     assert browser.complaints() == []
 
 
