@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import cdgrab
+from cdgrab import ORDERS, RULES
 from cdgrab.paper import data as data_sets
 from cdgrab.paper.batch import run_all
 from cdgrab.paper.choices import Choices, resolve
@@ -47,13 +48,9 @@ app = typer.Typer(
 app.command(name="verify")(verify)
 
 RUN_PANEL, TRAIN_PANEL, PLACE_PANEL = "What is run", "How it is trained (defaults: the task's own)", "Where"
-Order = Annotated[str, typer.Option(help="Order, rule, or ORDER+RULE.", rich_help_panel=RUN_PANEL)]
-Orders = Annotated[
-    str,
-    typer.Option(
-        help="Orders to compare, with commas; a rule alone is cd-grab with that rule.", rich_help_panel=RUN_PANEL
-    ),
-]
+_NAMES = f"{', '.join(ORDERS)}; or a rule ({', '.join(RULES)}), which is cd-grab with that rule; or ORDER+RULE"
+Order = Annotated[str, typer.Option(help=f"One of {_NAMES}.", rich_help_panel=RUN_PANEL)]
+Orders = Annotated[str, typer.Option(help=f"Some, with commas, of {_NAMES}.", rich_help_panel=RUN_PANEL)]
 Seed = Annotated[int, typer.Option(help="Seed of model, first order and split.", rich_help_panel=RUN_PANEL)]
 Seeds = Annotated[int, typer.Option(help="How many seeds, from 0.", min=1, rich_help_panel=RUN_PANEL)]
 Variant = Annotated[
@@ -76,7 +73,9 @@ Data = Annotated[
 ]
 Results = Annotated[Path, typer.Option(help="Folder for records.", rich_help_panel=PLACE_PANEL)]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.", rich_help_panel=PLACE_PANEL)]
-Jobs = Annotated[int, typer.Option(help="Runs at a time.", min=1, rich_help_panel=PLACE_PANEL)]
+Jobs = Annotated[
+    int, typer.Option(help="Runs at a time; their seconds then tell nothing.", min=1, rich_help_panel=PLACE_PANEL)
+]
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Say what would be run and how long it would take.", rich_help_panel=PLACE_PANEL),
