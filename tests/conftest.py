@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -9,3 +10,10 @@ settings.load_profile("cdgrab")
 
 # Two threads that wait for each other on a busy machine are far slower than one.
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Side by side (`-n`), tests that start ranks or a browser take turns: each of them is a crowd by itself."""
+    for item in items:
+        if {"distributed", "browser", "docs"} & set(item.path.parts):
+            item.add_marker(pytest.mark.xdist_group("crowds"))
