@@ -32,22 +32,22 @@ def run_all(
         Interrupted: On Ctrl-C; everything that was under way has been saved.
     """
     found: list[Run] = []
+    there = {config for config in todo if _complete(config, place)}
     with Board(console, todo) as board:
 
         def on_epoch(config: RunConfig, record: EpochRecord) -> None:
             board.epoch(config, record)
-            for write in writers or []:
+            for write in [] if config in there else writers or []:
                 write(config, record)
 
-        def on_end(config: RunConfig, done: Run, there: bool) -> None:
-            board.finished(config, there=there)
+        def on_end(config: RunConfig, done: Run) -> None:
+            board.finished(config, there=config in there)
             found.append(done)
 
         if jobs == 1:
             for config in todo:
-                there = _complete(config, place)
                 done = run(config, place, command=command(config), on_epoch=lambda r, c=config: on_epoch(c, r))  # type: ignore[misc]
-                on_end(config, done, there)
+                on_end(config, done)
         else:
             _side_by_side(todo, place, jobs, on_epoch, on_end)
     return found
@@ -63,13 +63,12 @@ def _side_by_side(
     place: Place,
     jobs: int,
     on_epoch: OnEpoch,
-    on_end: Callable[[RunConfig, Run, bool], None],
+    on_end: Callable[[RunConfig, Run], None],
 ) -> None:
     context = mp.get_context("spawn")
     with context.Manager() as manager:
         news: Any = manager.Queue()
         pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_interruptible)
-        there = {config: _complete(config, place) for config in todo}
         futures: dict[RunConfig, Future[Run]] = {
             config: pool.submit(_work, config, place, news, os.getpid()) for config in todo
         }
@@ -86,7 +85,7 @@ def _side_by_side(
                     done = futures[config].result()
                     while not news.empty():
                         on_epoch(*news.get())
-                    on_end(config, done, there[config])
+                    on_end(config, done)
         except BaseException as error:
             # Whether a run failed or the user has had enough: the others save themselves, and none is begun.
             for process in list(pool._processes.values()):

@@ -202,6 +202,9 @@ def test_other_writers(
     assert ("loss", run.epochs[-1].loss, 2) in told
     assert ("metrics/accuracy", run.epochs[-1].metrics["accuracy"], 2) in told
     assert ("finished" in told) == (kind == "wandb")
+    before = len(told)
+    assert call(capsys, "run", "digits", *QUICK, "--results", str(tmp_path), "--log", kind)[0] == 0
+    assert len(told) == before  # what was there already has been told
 
 
 def test_what_makes_no_difference_makes_no_other_run() -> None:
