@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from cdgrab import Ordering, World, herding_bound
-from cdgrab.order import Balanced, Free, find_order
+from cdgrab.order import Balanced, Free, Herded, OrderSpec, find_order
 from cdgrab.paper.config import RunConfig
 from cdgrab.paper.records import EpochRecord
 from cdgrab.paper.split import placed
@@ -65,6 +65,8 @@ class Trainer:
             rule=config.rule,
             world=None if ranks > 1 else World.simulated(config.workers),
             seed=config.seed,
+            # Rows in closed form are short, and many steps' travel at once: what counts is the number of messages.
+            exchange="gather" if ranks > 1 and problem.rows is not None and coordinated(spec) else None,
         )
         self._places = placed(config, problem.labels, num)
         model: nn.Module = self.problem.model
@@ -210,6 +212,11 @@ class Trainer:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def coordinated(spec: OrderSpec) -> bool:
+    """Whether workers balance together."""
+    return isinstance(spec, Herded) or (isinstance(spec, Balanced) and spec.coordinated)
 
 
 def _moved(problem: Problem, device: torch.device) -> Problem:
