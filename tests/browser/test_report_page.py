@@ -91,6 +91,8 @@ def driver() -> Iterator[webdriver.Chrome]:
     helper = shutil.which("chromedriver")
     if browser is None or helper is None:
         missing = f"chromium is {browser}, chromedriver is {helper}; on Debian: apt install chromium chromium-driver"
+        if os.environ.get("CI"):
+            pytest.fail(f"the report must be seen in a browser: {missing}")
         pytest.skip(f"no browser: {missing}")
     options = webdriver.ChromeOptions()
     options.binary_location = browser
