@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # is read once, by the first test on a GPU
 
 # The machine may be shared and slow; a limit per example would only make tests flicker.
 settings.register_profile("cdgrab", deadline=None, derandomize=True)

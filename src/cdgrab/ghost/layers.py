@@ -50,23 +50,50 @@ def convolution(module: nn.Conv1d | nn.Conv2d, x: Tensor, grad: Tensor, num: int
     positions, p, q = grad[0, 0].numel(), x.shape[1] * math.prod(kernel), grad.shape[1]
     weight: Record
     if module.groups > 1:
-        a = F.unfold(x, kernel, dilation, padding, stride).unflatten(1, (module.groups, -1))
+        a = _patches(x, grad, kernel, dilation, padding, stride).mT.unflatten(1, (module.groups, -1))
         weight = Rows((grad.flatten(2).unflatten(1, (module.groups, -1)) @ a.mT).flatten(1))
     elif p * q <= positions * (p + q):
         weight = Rows(_weight_gradients(x, grad, kernel, dilation, padding, stride))
     else:
-        weight = Matrix(F.unfold(x, kernel, dilation, padding, stride).mT, grad.flatten(2).mT)
+        weight = Matrix(_patches(x, grad, kernel, dilation, padding, stride), grad.flatten(2).mT)
     return {"weight": weight, **({} if module.bias is None else {"bias": Rows(grad.flatten(2).sum(2))})}
 
 
 def _weight_gradients(x: Tensor, grad: Tensor, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Tensor:
     """Every example's own: a convolution of its input with its output gradient, all examples in one call."""
+    if x.is_cuda:  # where so many groups are slow
+        return (grad.flatten(2) @ _patches(x, grad, kernel, dilation, padding, stride)).flatten(1)
     (num, channels), outputs = x.shape[:2], grad.shape[1]
     filters = grad.reshape(num * outputs, 1, *grad.shape[2:])
     found = F.conv2d(x.transpose(0, 1), filters, None, dilation, padding, stride, num)
     # Input that no filter position reaches makes it longer than the kernel.
     found = found[:, :, : kernel[0], : kernel[1]].reshape(channels, num, outputs, *kernel)
     return found.permute(1, 2, 0, 3, 4).flatten(1)
+
+
+def _patches(x: Tensor, grad: Tensor, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Tensor:
+    """What each output has seen, `N x T x p`. On a GPU in one copy: there `F.unfold` goes example by example."""
+    if not x.is_cuda:
+        return F.unfold(x, kernel, dilation, padding, stride).mT
+    return strided_patches(x, grad.shape[2:], kernel, dilation, padding, stride)
+
+
+def strided_patches(x: Tensor, outputs: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Tensor:
+    """`F.unfold(...).mT` of an input for which a layer has `outputs`, height and width."""
+    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0])).contiguous()
+    (num, channels), (of_example, of_channel, of_line, of_column) = x.shape[:2], x.stride()
+    view = x.as_strided(
+        (num, *outputs, channels, *kernel),
+        (
+            of_example,
+            stride[0] * of_line,
+            stride[1] * of_column,
+            of_channel,
+            dilation[0] * of_line,
+            dilation[1] * of_column,
+        ),
+    )
+    return view.reshape(num, math.prod(outputs), -1)
 
 
 def embedding(module: nn.Embedding, x: Tensor, grad: Tensor, num: int) -> Records:
@@ -123,11 +150,11 @@ def differentiated(module: nn.Module, args: Any, kwargs: Any, grads: list[Tensor
 
     Whatever has `num` entries along the first dimension is taken to be one for each example.
     """
-    params = {name: _wide(p) for name, p in module.named_parameters() if p.requires_grad}
-    others = {name: _wide(p) for name, p in module.named_parameters() if not p.requires_grad}
-    others |= {name: _wide(buffer) for name, buffer in module.named_buffers()}
+    params = {name: widened(p) for name, p in module.named_parameters() if p.requires_grad}
+    others = {name: widened(p) for name, p in module.named_parameters() if not p.requires_grad}
+    others |= {name: widened(buffer) for name, buffer in module.named_buffers()}
     leaves, spec = tree_flatten((args, {k: v for k, v in kwargs.items() if k != "attn_mask"}))
-    leaves = [_wide(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    leaves = [widened(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == num for leaf in leaves]
     fixed = {"attn_mask": kwargs["attn_mask"]} if "attn_mask" in kwargs else {}
     known = [grad is not None for grad in grads]
@@ -149,7 +176,7 @@ def differentiated(module: nn.Module, args: Any, kwargs: Any, grads: list[Tensor
         return gradient
 
     examples = [leaf for leaf, is_mapped in zip(leaves, mapped, strict=True) if is_mapped]
-    cotangents = [_wide(grad) for grad in grads if grad is not None]
+    cotangents = [widened(grad) for grad in grads if grad is not None]
     if isinstance(module, nn.RNNBase) and (len(args) > 1 or kwargs):
         raise ValueError(
             f"{type(module).__name__} is called with a state, which is not laid out example by example; let it begin "
@@ -165,7 +192,7 @@ def differentiated(module: nn.Module, args: Any, kwargs: Any, grads: list[Tensor
     return {name: Rows(row.flatten(1)) for name, row in rows.items()}
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def widened(tensor: Tensor) -> Tensor:
     """Half precision, as autocast leaves it, is too little to differentiate with."""
     if not tensor.is_floating_point():
         return tensor.detach()

@@ -221,6 +221,15 @@ class Lookup:
     def rows(self) -> Tensor:
         return self._dense(self.index_NT, self.num_rows).flatten(1)
 
+    def add_rows(self, place_ND: Tensor) -> None:
+        """Add to rows that are columns of a larger tensor."""
+        num, q, row = len(place_ND), self.b_NTq.shape[2], place_ND.stride(0)
+        # Number by number from its beginning to its end: what lies between rows is not touched.
+        flat = place_ND.as_strided(((num - 1) * row + place_ND.shape[1],), (1,))
+        first_NT = torch.arange(num, device=flat.device)[:, None] * row + self.index_NT * q
+        index_NTq = first_NT[:, :, None] + torch.arange(q, device=flat.device)
+        flat.index_add_(0, index_NTq.flatten(), self.b_NTq.flatten())
+
     def as_matrix(self) -> Matrix:
         """For a table that is also the weight of a linear layer, whose output it then is."""
         used_NTV = torch.nn.functional.one_hot(self.index_NT.long(), self.num_rows).to(self.b_NTq.dtype)
@@ -307,6 +316,25 @@ def written_out(records: dict[str, Record], shapes: dict[str, torch.Size]) -> Te
         ],
         dim=1,
     )
+
+
+def write_rows(parts: list[Record], place_ND: Tensor) -> None:
+    """The sum of `parts` as rows, into columns of a larger tensor; of none, zero."""
+    written = False
+    # Whatever is not a lookup writes all of the place, which then need not be zero before.
+    for record in sorted(parts, key=lambda record: isinstance(record, Lookup)):
+        if isinstance(record, Matrix):
+            place_Nqp = place_ND.unflatten(1, (record.b_NTq.shape[2], -1))
+            place_Nqp.baddbmm_(record.b_NTq.mT, record.a_NTp, beta=int(written))
+        elif not isinstance(record, Lookup):
+            place_ND.copy_(place_ND + record.rows() if written else record.rows())
+        else:
+            if not written:
+                place_ND.zero_()
+            record.add_rows(place_ND)
+        written = True
+    if not written:
+        place_ND.zero_()
 
 
 def _lengthened(record: Record, positions: int) -> Record:

@@ -58,18 +58,36 @@ class Sketcher:
     def __call__(self, records: dict[str, Record], epoch: int) -> Tensor:
         """Rows of a batch that belongs to `epoch`."""
         like = next(iter(records.values())).tensors[-1]
-        if epoch != self._epoch:
-            if self._fitted and self._epoch % self._refresh == 0:  # asked alike on all ranks: fitting takes collectives
-                self._fit(like)
-            self._epoch = epoch
-        gathering = self._fitted and self._epoch % self._refresh == 0
+        self.begin(epoch, like)
         parts = []
         for name in self._shapes:
             if name in records:
-                parts.append(self._short(name, records[name], gathering))
+                parts.append(self._short(name, records[name], self._gathering))
             else:
                 parts.append(like.new_zeros(len(like), math.prod(self._sizes(name))))
         return torch.cat(parts, dim=1)
+
+    def begin(self, epoch: int, like: Tensor) -> bool:
+        """Go on to `epoch`, if it is another one, with `like` for the device and type of projections.
+
+        Returns:
+            Whether batches are from now on treated otherwise than before.
+        """
+        if epoch == self._epoch:
+            return False
+        gathered, self._epoch = self._gathering, epoch
+        if gathered:  # asked alike on all ranks: fitting takes collectives
+            self._fit(like)
+        return gathered or self._gathering
+
+    def forget(self) -> None:
+        """As if the epoch under way had had no batch yet."""
+        for moment_dd in self._moments.values():
+            moment_dd.zero_()
+
+    @property
+    def _gathering(self) -> bool:
+        return self._fitted and self._epoch % self._refresh == 0
 
     def _short(self, name: str, record: Record, gathering: bool) -> Tensor:
         sizes = self._sizes(name)

@@ -44,7 +44,7 @@ class ExampleAttachment:
     Args:
         ordering: Knows how many examples a batch has.
         model: With layers to watch.
-        consume: Takes the records of a batch, by parameter, and the shapes of the parameters.
+        consume: Takes the records of a batch, by parameter, and the shapes of the parameters; may be replaced.
         mean: Whether the loss is the mean over the batch. Then gradients of a short batch are scaled down, so that
             they weigh as much as all others.
         sketcher: What `consume` makes rows with, if it does; a part of the state.
@@ -61,7 +61,7 @@ class ExampleAttachment:
     ) -> None:
         self.sketcher = sketcher
         self._ordering = ordering
-        self._consume = consume
+        self.consume = consume
         self._mean = mean
         self._layers = find_layers(model)
         # A parameter with several names, as with tied weights, goes by the first of them.
@@ -233,7 +233,7 @@ class ExampleAttachment:
             records = {name: total(parts) for name, parts in taken.items()}
             if expected is not None:
                 self._check(records, expected)
-            self._consume(records, self._shapes)
+            self.consume(records, self._shapes)
 
     def _check(self, records: dict[str, Record], expected: dict[str, Tensor]) -> None:
         """Whether the examples' gradients add up to the batch's: if not, a parameter is used where nobody watches."""

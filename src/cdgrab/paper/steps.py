@@ -12,15 +12,15 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdgrab import Ordering
-from cdgrab.ghost.records import written_out
-from cdgrab.hooks.ghost import ExampleAttachment
+from cdgrab.ghost.records import Record
+from cdgrab.hooks.rows import ExampleRows
 from cdgrab.paper.tasks.base import Problem
 
 _MOST_STEPS = 64
@@ -153,7 +153,8 @@ class EagerSteps:
 class CapturedSteps:
     """The steps of one process on a GPU, each a replay of the same graph.
 
-    A short last batch, and everything before the first capture, runs eagerly through the same code.
+    A short last batch, and everything before the first capture, runs eagerly through the same code. A model that the
+    ordering is attached to gives sketches, which are taken from the attachment and observed later.
     """
 
     def __init__(
@@ -170,18 +171,17 @@ class CapturedSteps:
         self._parameters = [p for p in problem.model.parameters() if p.requires_grad]
         self._device = self._parameters[0].device
         self._flat_D = flat_gradients(self._parameters)
-        self._caught: list[Tensor] = []
-        if balanced and problem.rows is None and problem.single_examples:
-            ExampleAttachment(
-                ordering,
-                problem.model,
-                lambda records, shapes: self._caught.append(written_out(records, shapes)),
-                mean=True,
-            )
+        self._attachment = cast("Any", ordering._attachment)  # makes sketches, if they are wanted
+        self._sketch_ND: Tensor | None = None  # of the last batch
+        if self._attachment is not None:
+            self._attachment.consume = self._take_sketch
+        elif balanced and problem.rows is None and problem.single_examples:
+            self._example_rows = ExampleRows(problem.model)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured_at: list[float] = []
         self._index_SN = torch.zeros(0, batch, dtype=torch.int64, device=self._device)
-        self._step, self._slot = (torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(2))
+        self._step = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._rows_ND: Tensor | None = None  # where the graph leaves those of its step
         self._rows_KND = torch.zeros(0, 0, 0)
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.seconds_exchange = 0.0
@@ -199,14 +199,14 @@ class CapturedSteps:
         for _ in range(steps):
             assert self._graph is not None
             self._graph.replay()
-            waiting += 1
-            if self._balanced and waiting == len(self._rows_KND):
-                self._observe(self._rows_KND)
-                self._slot.zero_()
-                waiting = 0
-        if self._balanced and waiting:
+            if self._rows_ND is not None:
+                self._rows_KND[waiting].copy_(self._rows_ND)
+                waiting += 1
+                if waiting == len(self._rows_KND):
+                    self._observe(self._rows_KND)
+                    waiting = 0
+        if waiting:
             self._observe(self._rows_KND[:waiting])
-            self._slot.zero_()
         rest_n = index_M[steps * self._batch :]
         if len(rest_n):
             rows_ND = self._gradient(tuple(part.index_select(0, rest_n) for part in self._problem.train))
@@ -218,7 +218,7 @@ class CapturedSteps:
     def _observe(self, rows_KND: Tensor) -> None:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        self._ordering.observe(rows_KND)
+        self._ordering._observe(rows_KND)  # also of a model that the ordering is attached to
         end.record()
         self._events.append((start, end))
 
@@ -230,8 +230,9 @@ class CapturedSteps:
             self._index_SN, self._graph = whole_SN.clone(), None
         self._index_SN.copy_(whole_SN)
         self._step.zero_()
-        self._slot.zero_()
         rates = [group["lr"] for group in self._optimizer.param_groups]
+        if self._attachment is not None and self._attachment.sketcher.begin(self._ordering.epoch, self._flat_D):
+            self._graph = None
         if steps and (self._graph is None or rates != self._captured_at):
             self._capture()
             if self._balanced and not self._captured_at:
@@ -246,6 +247,7 @@ class CapturedSteps:
             batch_size=ordering.batch_size,
             unit_size=1,
             order=ordering.order_name,
+            rule=ordering._make_rule,
             world=ordering.world,
         )
         self._rows_KND.zero_()
@@ -263,20 +265,21 @@ class CapturedSteps:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self._step.zero_()  # an epoch, or what is collected, may be shorter than three steps
-                self._slot.zero_()
+                self._step.zero_()  # an epoch may be shorter than three steps
                 self._body()
         torch.cuda.current_stream().wait_stream(stream)
         self._restore(parameters, state)
         self._step.zero_()
-        self._slot.zero_()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._body()
+            self._rows_ND = self._body()
+        if self._rows_ND is not None and self._rows_KND.shape[1:] != self._rows_ND.shape:
+            self._rows_KND = self._rows_ND.new_zeros(block_steps(self._rows_ND), *self._rows_ND.shape)
         # Recording changes nothing, but for what the optimizer noted on the host.
         self._restore(parameters, state)
+        if self._attachment is not None:
+            self._attachment.sketcher.forget()
         self._step.zero_()
-        self._slot.zero_()
 
     def _restore(self, parameters: list[Tensor], state: dict[str, Any]) -> None:
         """Put values back where the graph reads them."""
@@ -293,32 +296,35 @@ class CapturedSteps:
                 else:
                     value.zero_()  # momentum and the like begin at zero
 
-    def _body(self) -> None:
+    def _body(self) -> Tensor | None:
         index_N = self._index_SN.index_select(0, self._step)[0]
         rows_ND = self._gradient(tuple(part.index_select(0, index_N) for part in self._problem.train))
-        if rows_ND is not None:
-            if self._rows_KND.shape[1:] != rows_ND.shape:
-                self._rows_KND = rows_ND.new_zeros(block_steps(rows_ND), *rows_ND.shape)
-            self._rows_KND.index_copy_(0, self._slot, rows_ND[None])
-            self._slot.add_(1)
         self._optimizer.step()
         self._step.add_(1)
+        return rows_ND
 
     def _gradient(self, batch: Batch) -> Tensor | None:
         """Leave the batch's gradient in the parameters; rows of its units, if they are wanted."""
         problem = self._problem
-        rows_ND = None
         if problem.rows is not None:
             rows_ND = problem.rows(problem.model, *batch)
-        elif self._balanced and not problem.single_examples:
+        elif not self._balanced or self._attachment is not None:
+            self._flat_D.zero_()
+            problem.loss(problem.model, *batch).backward()
+            return self._sketch_ND
+        elif problem.single_examples:
+            num = len(batch[0])
+            rows_ND = self._example_rows(lambda: problem.loss(problem.model, *batch), num)
+            torch.sum(rows_ND, 0, out=self._flat_D)
+            # The mean over fewer examples gives each of them more weight.
+            return rows_ND if num == self._batch else rows_ND * (num / self._batch)
+        else:
             rows_ND = unit_rows(problem, self._parameters, batch)
-        if rows_ND is not None:
-            torch.mean(rows_ND, 0, out=self._flat_D)
-            return rows_ND if self._balanced else None
-        self._flat_D.zero_()
-        self._caught.clear()
-        problem.loss(problem.model, *batch).backward()
-        return self._caught.pop() if self._balanced else None
+        torch.mean(rows_ND, 0, out=self._flat_D)
+        return rows_ND if self._balanced else None
+
+    def _take_sketch(self, records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:  # noqa: ARG002
+        self._sketch_ND = self._attachment.sketcher(records, self._ordering.epoch)
 
 
 def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
@@ -331,8 +337,8 @@ def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
 
 def unit_rows(problem: Problem, parameters: list[nn.Parameter], batch: Batch) -> Tensor:
     """Gradients of units, by a backward pass each."""
-    rows = []
-    for unit in zip(*(part.split(1) for part in batch), strict=True):
+    rows_ND = parameters[0].new_empty(len(batch[0]), sum(p.numel() for p in parameters))
+    for row_D, *unit in zip(rows_ND, *(part.split(1) for part in batch), strict=True):
         grads = torch.autograd.grad(problem.loss(problem.model, *unit), parameters)
-        rows.append(torch.cat([grad.flatten() for grad in grads]))
-    return torch.stack(rows)
+        torch.cat([grad.flatten() for grad in grads], out=row_D)
+    return rows_ND

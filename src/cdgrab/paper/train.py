@@ -18,6 +18,7 @@ from cdgrab import Ordering, World, herding_bound
 from cdgrab.order import Balanced, Free, Herded, OrderSpec, find_order
 from cdgrab.paper.config import RunConfig
 from cdgrab.paper.records import EpochRecord
+from cdgrab.paper.repeatable import repeatable
 from cdgrab.paper.split import placed
 from cdgrab.paper.steps import CapturedSteps, EagerSteps, Steps
 from cdgrab.paper.tasks.base import Problem
@@ -73,14 +74,15 @@ class Trainer:
         closed = problem.rows is not None
         if ranks > 1 and not closed:
             model = DistributedDataParallel(model)
-        captured = self.device.type == "cuda" and ranks == 1 and config.source == "exact" and capture is not False
+        captured = self.device.type == "cuda" and ranks == 1 and capture is not False
         self.optimizer = _optimizer(config, model, captured)
         self.scheduler = _scheduler(config, self.optimizer)
         if balanced and config.source != "exact" and (closed or not problem.single_examples):
             raise ValueError(
                 f"source {config.source!r} makes short rows of single examples' layers, which {config.task} has not"
             )
-        if balanced and not closed and not captured and (ranks > 1 or problem.single_examples):
+        sketched = config.source != "exact"
+        if balanced and not closed and (sketched or not captured) and (ranks > 1 or problem.single_examples):
             self._attach(model, ranks)
         self._steps: Steps
         if captured:
@@ -111,13 +113,14 @@ class Trainer:
         ordering, before = self.ordering, self._record
         ordering.sampler.set_epoch(self.trained)
         index_M = self._places[torch.from_numpy(ordering.remaining())].to(self.device)
-        self._steps.prepare(index_M)
-        self._wait()
-        start = time.perf_counter()
-        fetching = self._steps.epoch(index_M)
-        ordering.metrics()  # waits for what an attached model does beside training
-        self._wait()
-        seconds = time.perf_counter() - start
+        with repeatable(self.device):
+            self._steps.prepare(index_M)
+            self._wait()
+            start = time.perf_counter()
+            fetching = self._steps.epoch(index_M)
+            ordering.metrics()  # waits for what an attached model does beside training
+            self._wait()
+            seconds = time.perf_counter() - start
         self.scheduler.step()
         self.trained += 1
         ordering.sampler.set_epoch(self.trained)
@@ -176,7 +179,7 @@ class Trainer:
     def _evaluated(self) -> EpochRecord:
         problem, model = self.problem, self.problem.model
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), repeatable(self.device):
             loss = self._loss()
             metrics = problem.evaluate(model)
             bound = self._herding_bound()
@@ -204,10 +207,10 @@ class Trainer:
         dim = sum(p.numel() for p in problem.model.parameters())
         if problem.rows is None or not ordering.world.one_process or len(problem.train[0]) * dim > _MOST_NUMBERS:
             return None
-        rows_ND = problem.rows(problem.model, *problem.train)
+        rows_ND = problem.rows(problem.model, *problem.train).cpu()  # sums over time can be repeated only there
         units = min(map(len, ordering.orders))  # of workers with one more, the last is left out
         turns_WU = self._places[torch.stack([order[:units] for order in ordering.orders])]
-        return herding_bound(rows_ND[turns_WU.to(rows_ND.device)])
+        return herding_bound(rows_ND[turns_WU])
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

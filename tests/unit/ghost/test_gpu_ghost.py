@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from _models import MODELS, build, one_by_one, recorded
 from cdgrab import Ordering, World
 from cdgrab.ghost.records import written_out
+from cdgrab.hooks.rows import ExampleRows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 MODELS_ON_GPU = list(MODELS)
@@ -21,6 +22,15 @@ def test_rows(name: str) -> None:
     expected = one_by_one(model, x, y)
     found = written_out(*recorded(model.cuda(), x.cuda(), y.cuda()))
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", MODELS_ON_GPU)
+def test_rows_of_a_pass_that_stops_at_the_layers(name: str) -> None:
+    model, x, y = build(name, 6)
+    expected = one_by_one(model, x, y)
+    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    found = ExampleRows(model)(lambda: cross_entropy(model(x), y), 6)
+    torch.testing.assert_close(6 * found.cpu(), expected, rtol=1e-8, atol=1e-10)
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, source: str) -> list[list[int]]:

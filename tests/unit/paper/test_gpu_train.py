@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from _problems import PROBLEMS, config
+from cdgrab.paper.tasks.cifar10 import lenet
 from cdgrab.paper.train import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-@pytest.mark.parametrize("order", ["rr", "cd-grab", "pair", "id-grab"])
+@pytest.mark.parametrize("order", ["rr", "cd-grab", "pair", "id-grab", "greedy-herding"])
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_captured_steps(name: str, order: str, optimizer: str) -> None:
@@ -24,13 +27,40 @@ def test_captured_steps(name: str, order: str, optimizer: str) -> None:
         assert [record.loss for record in trainer.run()] == pytest.approx(here, rel=rel)
 
 
-def test_resume_of_captured_steps() -> None:
-    straight = Trainer(config(epochs=5), PROBLEMS["layers"](31), device="cuda")
+@pytest.mark.parametrize("source", ["sketch:12", "random-sketch:12"])
+def test_captured_sketches(source: str) -> None:
+    """Over the epochs in which projections are fitted, and fitted again."""
+    chosen = config(source=source, epochs=8)
+    here = [record.loss for record in Trainer(chosen, PROBLEMS["layers"](31)).run()]
+    for capture in (False, True):
+        trainer = Trainer(chosen, PROBLEMS["layers"](31), device="cuda", capture=capture)
+        assert [record.loss for record in trainer.run()] == pytest.approx(here, rel=1e-9)
+
+
+@pytest.mark.parametrize("source", ["exact", "sketch:200"])
+@pytest.mark.parametrize("order", ["rr", "cd-grab", "id-grab"])
+def test_runs_repeat_to_the_bit(order: str, source: str) -> None:
+    def parameters() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, x, y = lenet(0), torch.randint(0, 256, (500, 3, 32, 32)).byte(), torch.arange(500) % 10
+        problem = replace(PROBLEMS["layers"](31), model=model, train=(x, y))
+        trainer = Trainer(config(order=order, source=source, batch_size=60, lr=0.01), problem, device="cuda")
+        for _ in range(3):
+            trainer.epoch()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(parameters(), parameters(), strict=True))
+
+
+@pytest.mark.parametrize("source", ["exact", "sketch:12"])
+def test_resume_of_captured_steps(source: str) -> None:
+    chosen = config(epochs=8, source=source)
+    straight = Trainer(chosen, PROBLEMS["layers"](31), device="cuda")
     records = list(straight.run())
-    first = Trainer(config(epochs=5), PROBLEMS["layers"](31), device="cuda")
+    first = Trainer(chosen, PROBLEMS["layers"](31), device="cuda")
     some = first.run()
     for _ in range(3):
         last = next(some)
-    resumed = Trainer(config(epochs=5), PROBLEMS["layers"](31), device="cuda")
+    resumed = Trainer(chosen, PROBLEMS["layers"](31), device="cuda")
     resumed.load_state_dict(first.state_dict(), last)
     assert [r.loss for r in resumed.run()] == pytest.approx([r.loss for r in records[3:]], rel=1e-12)
