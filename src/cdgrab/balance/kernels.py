@@ -70,6 +70,7 @@ def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor, *, in
         COLUMNS=columns,
         SUBTRACT=minus_KD is not None,
         IN_PLACE=in_place,
+        PRECISION=_precision(rows_KD.device),
         num_warps=warps,
         num_stages=3 if few else 1,
     )
@@ -112,7 +113,7 @@ def balance_blocks(rows: Rows, minus: Rows, running_sum_D: Tensor, thresholds_N:
         width,
         ROWS=_BLOCK,
         COLUMNS=columns,
-        PRECISION="tf32x3" if torch.cuda.get_device_capability(device) >= (8, 0) else "ieee",
+        PRECISION=_precision(device),
         num_warps=4,
         num_stages=1,
     )
@@ -164,6 +165,15 @@ def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, wei
     )
 
 
+def _precision(device: torch.device) -> str:
+    """How Gram matrices are multiplied.
+
+    Tensor cores multiply numbers that were split in three parts ("tf32x3"): as exact as single precision (3.5e-7 of the
+    largest entry against 2.7e-7, for 62,006 columns), in half of its time.
+    """
+    return "tf32x3" if torch.cuda.get_device_capability(device) >= (8, 0) else "ieee"
+
+
 @triton.jit
 def _few_rows(
     rows,
@@ -179,6 +189,7 @@ def _few_rows(
     COLUMNS: tl.constexpr,
     SUBTRACT: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    PRECISION: tl.constexpr,  # noqa: ARG001
 ):
     """Every program takes `width` columns. A thread keeps all its products in registers until the end."""
     program = tl.program_id(0).to(tl.int64)
@@ -230,8 +241,9 @@ def _many_rows(
     COLUMNS: tl.constexpr,
     SUBTRACT: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Every program takes `width` columns and multiplies small tiles, in full single precision."""
+    """Every program takes `width` columns and multiplies small tiles."""
     program = tl.program_id(0).to(tl.int64)
     begin = program * width
     end = tl.minimum(begin + width, dim)
@@ -249,7 +261,7 @@ def _many_rows(
             tl.store(rows + row * row_stride + column[None, :], d, mask=inside)
         r = tl.load(running_sum + column, mask=column < end, other=0.0)
         dots += d * r[None, :]
-        gram += tl.dot(d, tl.trans(d), input_precision="ieee")
+        gram += tl.dot(d, tl.trans(d), input_precision=PRECISION)
     out = partial + program * num_rows * (num_rows + 1)
     tl.store(out + row * (num_rows + 1) + k[None, :], gram, mask=(row < num_rows) & (k[None, :] < num_rows))
     tl.store(out + k * (num_rows + 1) + num_rows, tl.sum(dots, 1), mask=k < num_rows)
@@ -272,11 +284,7 @@ def _grams(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gram matrices of blocks of rows; every program takes `width` columns of one block.
-
-    Tensor cores multiply numbers that were split in three parts ("tf32x3"): as exact as single precision (3.5e-7 of the
-    largest entry against 2.7e-7, for 62,006 columns), in half of its time.
-    """
+    """Gram matrices of blocks of rows; every program takes `width` columns of one block."""
     program = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1).to(tl.int64)
     begin = program * width

@@ -22,7 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cdgrab.balance.tables import table
+
 MOST_NUMBERS = 1 << 24  # of rows that are formed at a time, on their way to inner products
+MOST_NUMBERS_ON_GPU = 1 << 26
 
 Self = TypeVar("Self", bound="Record")
 
@@ -159,6 +162,8 @@ class Pair:
         if self.prefers_factors():
             dots_N = self.first.dots(r_qp)
             return self._gram_of_factors(), dots_N if self.second is None else dots_N - self.second.dots(r_qp)
+        if r.is_cuda:
+            return self._products_there(r_qp)
         gram_NN, dots_N = r.new_zeros(num, num), r.new_zeros(num)
         width = max(1, MOST_NUMBERS // (num * p))
         for start in range(0, q, width):  # some outputs at a time: rows of the whole layer may not fit
@@ -166,6 +171,17 @@ class Pair:
             gram_NN.addmm_(some_ND, some_ND.T)
             dots_N.addmv_(some_ND, r_qp[start : start + width].flatten())
         return gram_NN, dots_N
+
+    def _products_there(self, r_qp: Tensor) -> tuple[Tensor, Tensor]:
+        """The same on a GPU, where rows are better written once than added to, and read once."""
+        a_NSp = torch.cat([matrix.a_NTp for matrix in self._both], 1)
+        signed = [self.first.b_NTq] if self.second is None else [self.first.b_NTq, -self.second.b_NTq]
+        b_NSq = torch.cat(signed, 1)
+        width = max(1, MOST_NUMBERS_ON_GPU // (len(a_NSp) * a_NSp.shape[2]))
+        parts = zip(b_NSq.split(width, 2), r_qp.split(width), strict=True)
+        tables = [table((b_NSw.mT @ a_NSp).flatten(1), None, r_wp.flatten()) for b_NSw, r_wp in parts]
+        found_NN1 = tables[0] if len(tables) == 1 else torch.stack(tables).sum(0)
+        return found_NN1[:, :-1], found_NN1[:, -1]
 
     def add_to(self, r: Tensor, weights_N: Tensor) -> None:
         self.first.add_to(r, weights_N)
@@ -235,7 +251,15 @@ class Lookup:
         used_NTV = torch.nn.functional.one_hot(self.index_NT.long(), self.num_rows).to(self.b_NTq.dtype)
         return Matrix(self.b_NTq, used_NTV)
 
+    @property
+    def dense(self) -> bool:
+        """Whether inner products are found from rows of the whole table, which is small enough."""
+        return self.b_NTq.is_cuda and len(self.b_NTq) * self.num_rows * self.b_NTq.shape[2] <= MOST_NUMBERS_ON_GPU
+
     def products(self, r: Tensor) -> tuple[Tensor, Tensor]:
+        if self.dense:  # a GPU need not count the tokens that are there
+            rows_ND = self.rows()
+            return rows_ND @ rows_ND.T, rows_ND @ r.view(-1)
         return self._gram(), (r[self.index_NT] * self.b_NTq).sum((1, 2))
 
     def _gram(self) -> Tensor:

@@ -12,8 +12,9 @@ from _models import MODELS, build, one_by_one, recorded
 from cdgrab import Ordering, World, flat_grad
 from cdgrab.balance.rules import Greedy
 from cdgrab.ghost import Matrix
+from cdgrab.ghost.pairs import difference, table
 from cdgrab.ghost.records import Pair, written_out
-from cdgrab.ghost.sorter import GhostPairs, difference, table
+from cdgrab.ghost.sorter import GhostPairs
 
 DTYPES = [torch.float64, torch.float32]
 

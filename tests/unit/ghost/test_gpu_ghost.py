@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from _inputs import randn
 from _models import MODELS, build, one_by_one, recorded
 from cdgrab import Ordering, World
-from cdgrab.ghost.records import written_out
+from cdgrab.ghost.pairs import Pairs, ReplayedPairs, difference, replayable
+from cdgrab.ghost.records import Matrix, Pair, written_out
 from cdgrab.hooks.rows import ExampleRows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -58,15 +60,85 @@ def test_orders(name: str, source: str) -> None:
     assert train(model.cuda(), x.cuda(), y.cuda(), source) == expected
 
 
-@pytest.mark.parametrize("source", ["ghost", "per_example", "sketch"])
-def test_nothing_waits_for_the_device(source: str) -> None:
+@pytest.mark.parametrize("name", ["mlp", "lenet", "transformer", "tied", "attention"])
+@pytest.mark.parametrize(("workers", "batch"), [(5, 5), (3, 6), (70, 70)])
+def test_orders_from_records(name: str, workers: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models whose rows are not written down. Turns of one example each are replayed; 70 pairs are two blocks."""
+    monkeypatch.setattr("cdgrab.hooks.attach.written_down", lambda *_: False)
+    orders = []
+    for device in ("cpu", "cuda"):
+        model, x, y = build(name, 9 * workers + 2)
+        model, x, y = model.to(device), x.to(device), y.to(device)
+        ordering = Ordering(len(x), batch_size=batch, unit_size=1, world=World.simulated(workers), seed=1)
+        ordering.attach(model, source="ghost")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for epoch in range(3):
+            ordering.sampler.set_epoch(epoch)
+            for index in torch.tensor(list(ordering.sampler)).split(batch):
+                here = index.to(device)
+                cross_entropy(model(x[here]), y[here]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if device == "cuda" and workers == batch:
+            assert ordering._sorter._replayed is not None  # type: ignore[union-attr]
+        orders.append([order.tolist() for order in ordering.orders])
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("name", MODELS_ON_GPU)
+def test_replayed_tables(name: str) -> None:
+    """In single precision, on records other than those they were recorded with."""
+    model, x, y = build(name, 24, torch.float32)
+    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    batches = [recorded(model, x[i : i + 6], y[i : i + 6])[0] for i in range(0, 24, 6)]
+    shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    sums = [{name: torch.ones(shape, device="cuda") for name, shape in shapes.items()} for _ in range(2)]
+    assert replayable(batches[0], batches[1])
+    Pairs(difference(batches[0], batches[1]), {name: part.clone() for name, part in sums[0].items()}).table(0)
+    replayed = ReplayedPairs(batches[0], batches[1], sums[0])
+    weights = torch.tensor([1.0, -1, 0, 1, -1, -1], dtype=torch.float64, device="cuda")
+    for first, second in ((0, 1), (2, 3), (1, 2)):
+        replayed.take(batches[first], replayed.first)
+        replayed.take(batches[second], replayed.second)
+        pairs = Pairs(difference(batches[first], batches[second]), sums[1])
+        torch.testing.assert_close(replayed.table(0), pairs.table(0), rtol=1e-5, atol=1e-6)
+        replayed.add(0, weights)
+        pairs.add(0, weights)
+        for part, expected in zip(sums[0].values(), sums[1].values(), strict=True):
+            torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("most", [1 << 26, 100])
+def test_products_of_long_sequences(dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cdgrab.ghost.records.MOST_NUMBERS_ON_GPU", most)
+    wide = [
+        Matrix(randn(20, 40, 7, seed=seed, dtype=torch.float64), randn(20, 40, 11, seed=seed + 1, dtype=torch.float64))
+        for seed in (0, 2)
+    ]
+    rows, r = wide[0].rows() - wide[1].rows(), randn(11, 7, dtype=torch.float64)
+    here = (part.like(tuple(tensor.to("cuda", dtype) for tensor in part.tensors)) for part in wide)
+    pair = Pair(*here)
+    assert not pair.prefers_factors()
+    gram, dots = pair.products(r.to("cuda", dtype))
+    tolerance = 1e-10 if dtype == torch.float64 else 2e-6
+    for found, expected in ((gram, rows @ rows.T), (dots, rows @ r.flatten())):
+        assert float((found.cpu().double() - expected).abs().max() / expected.abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("source", ["ghost", "per_example", "sketch", "records"])
+def test_nothing_waits_for_the_device(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first batch, which is held against the gradient of `backward()`."""
-    model, x, y = build("lenet", 64, torch.float32)
+    name = "tied" if source == "records" else "lenet"
+    if source == "records":
+        monkeypatch.setattr("cdgrab.hooks.attach.written_down", lambda *_: False)
+        source = "ghost"
+    model, x, y = build(name, 64, torch.float32)
     model, x, y = model.cuda(), x.cuda(), y.cuda()
     ordering = Ordering(64 * 9, batch_size=8, unit_size=1, world=World.simulated(8))
     ordering.attach(model, source=source, fitted=False)
     for step in range(9):
-        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        torch.cuda.set_sync_debug_mode("error" if step > 4 else "default")
         try:
             cross_entropy(model(x[:8]), y[:8]).backward()
         finally:
