@@ -35,9 +35,12 @@ class Columns(nn.Module):
 def closed(num: int) -> Problem:
     x, y = randn(num, 4, dtype=torch.float64), (torch.arange(num) % 2).double()
 
-    def rows(model: Logistic, x: Tensor, y: Tensor) -> Tensor:
+    def rows(model: Logistic, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         with torch.no_grad():
-            return x * (torch.sigmoid(model(x)) - y)[:, None]
+            return torch.mul(x, (torch.sigmoid(model(x)) - y)[:, None], out=out)
+
+    def gradient(model: Logistic, x: Tensor, y: Tensor) -> Tensor:
+        return rows(model, x, y).mean(0)
 
     def accuracy(model: nn.Module) -> dict[str, float]:
         right = (model(x.to(next(model.parameters()).device)) > 0).cpu() == (y > 0)
@@ -53,6 +56,7 @@ def closed(num: int) -> Problem:
         "made up",
         labels=y.long(),
         rows=rows,
+        gradient=gradient,
     )
 
 

@@ -249,7 +249,7 @@ def _notes(runs: dict[str, dict[int, Run]], rows: list[Row], rival: str) -> list
     if len({run.info.data for run in everyone}) > 1:
         listed = "; ".join(sorted({run.info.data for run in everyone}))
         notes.append(f"Runs were made with different data ({listed}): they do not compare.")
-    if any(run.info.environment.get("runs at a time", 1) > 1 for run in everyone):
+    if any(run.info.at_a_time > 1 for run in everyone):
         notes.append("Several runs shared the machine: do not trust their seconds.")
     machines = {str(run.info.environment.get("hardware", "")) for run in everyone}
     if len(machines) > 1:

@@ -68,7 +68,7 @@ class RunInfo:
         num_examples: Units in the training set.
         dim: Length of a gradient.
         minimum: The smallest possible training loss, where it is known.
-        environment: Versions and hardware.
+        environment: Versions and hardware; `"before"` has those of earlier parts, if the run was interrupted.
         command: What to type to repeat the run.
         stopped: Why the run ended before its time, if it did.
     """
@@ -82,6 +82,11 @@ class RunInfo:
     environment: dict[str, Any] = field(default_factory=dict)
     command: str = ""
     stopped: str | None = None
+
+    @property
+    def at_a_time(self) -> int:
+        """How many runs there were at a time, at most."""
+        return max(part.get("runs at a time", 1) for part in [self.environment, *self.environment.get("before", [])])
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def run(
             on_epoch(record)
         return found
     problem = _loaded(config, place)
-    if place.device.startswith("cuda"):
+    if torch.device(place.device).index is not None:
         torch.cuda.set_device(place.device)
     balance_vectors(torch.zeros(1, 2, 3))  # compile before the clock runs
     trainer = Trainer(config, problem, device=place.device)

@@ -46,30 +46,34 @@ class Steps(Protocol):
 
 
 class Collector:
-    """Rows of several steps, handed to the ordering together. What is added must not be written to afterwards."""
+    """Rows of several steps, handed to the ordering together."""
 
     def __init__(self, ordering: Ordering) -> None:
         self._ordering = ordering
-        self._waiting: list[Tensor] = []
+        self._waiting = 0
+        self._rows_KND = torch.empty(0, 0, 0)
 
-    def add(self, rows_ND: Tensor) -> None:
-        """Take the rows of a step."""
-        if self._waiting and self._waiting[0].shape != rows_ND.shape:  # the last batch of an epoch may be short
+    def place(self, num: int, like_D: Tensor) -> Tensor:
+        """Where the rows of the next step are to be written, `num x dim`; before the next call."""
+        full = self._waiting == len(self._rows_KND)
+        if full or self._rows_KND.shape[1] != num:  # the last batch of an epoch may be short
             self.flush()
-        self._waiting.append(rows_ND)
-        if len(self._waiting) >= block_steps(rows_ND):
-            self.flush()
+        if self._rows_KND.shape[1:] != (num, len(like_D)):
+            self._rows_KND = like_D.new_empty(block_steps(num, like_D), num, len(like_D))
+        self._waiting += 1
+        return self._rows_KND[self._waiting - 1]
 
     def flush(self) -> None:
         """Hand over what waits."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, 0
         if waiting:
-            self._ordering.observe(torch.stack(waiting))
+            self._ordering.observe(self._rows_KND[:waiting])
 
 
-def block_steps(rows_ND: Tensor) -> int:
-    """How many steps are collected."""
-    return max(2, min(_MOST_STEPS, _MOST_BYTES[rows_ND.device.type] // max(1, rows_ND.nbytes)) // 2 * 2)
+def block_steps(num: int, like_D: Tensor) -> int:
+    """How many steps of `num` rows are collected."""
+    most = _MOST_BYTES[like_D.device.type] // max(1, num * like_D.nbytes)
+    return max(2, min(_MOST_STEPS, most) // 2 * 2)
 
 
 class EagerSteps:
@@ -133,21 +137,19 @@ class EagerSteps:
         self._problem.loss(self._model, *batch).backward()
 
     def _in_closed_form(self, batch: Batch) -> None:
-        assert self._problem.rows is not None
-        rows_ND = self._problem.rows(self._problem.model, *batch)
-        torch.mean(rows_ND, 0, out=self._flat_D)
+        closed_form(self._problem, batch, self._flat_D, self._place(batch) if self._balanced else None)
         if self._ranks > 1:
             start = time.perf_counter()
             dist.all_reduce(self._flat_D)
             self._flat_D.div_(self._ranks)
             self.seconds_exchange += time.perf_counter() - start
-        if self._balanced:
-            self._collector.add(rows_ND)
 
     def _unit_by_unit(self, batch: Batch) -> None:
-        rows_ND = unit_rows(self._problem, self._parameters, batch)
+        rows_ND = unit_rows(self._problem, self._parameters, batch, self._place(batch))
         torch.mean(rows_ND, 0, out=self._flat_D)
-        self._collector.add(rows_ND)
+
+    def _place(self, batch: Batch) -> Tensor:
+        return self._collector.place(len(batch[0]), self._flat_D)
 
 
 class CapturedSteps:
@@ -274,7 +276,8 @@ class CapturedSteps:
         with torch.cuda.graph(self._graph):
             self._rows_ND = self._body()
         if self._rows_ND is not None and self._rows_KND.shape[1:] != self._rows_ND.shape:
-            self._rows_KND = self._rows_ND.new_zeros(block_steps(self._rows_ND), *self._rows_ND.shape)
+            steps = block_steps(len(self._rows_ND), self._rows_ND[0])
+            self._rows_KND = self._rows_ND.new_zeros(steps, *self._rows_ND.shape)
         # Recording changes nothing, but for what the optimizer noted on the host.
         self._restore(parameters, state)
         if self._attachment is not None:
@@ -305,23 +308,22 @@ class CapturedSteps:
 
     def _gradient(self, batch: Batch) -> Tensor | None:
         """Leave the batch's gradient in the parameters; rows of its units, if they are wanted."""
-        problem = self._problem
+        problem, num = self._problem, len(batch[0])
         if problem.rows is not None:
-            rows_ND = problem.rows(problem.model, *batch)
-        elif not self._balanced or self._attachment is not None:
+            place_ND = self._flat_D.new_empty(num, len(self._flat_D)) if self._balanced else None
+            return closed_form(problem, batch, self._flat_D, place_ND)
+        if not self._balanced or self._attachment is not None:
             self._flat_D.zero_()
             problem.loss(problem.model, *batch).backward()
             return self._sketch_ND
-        elif problem.single_examples:
-            num = len(batch[0])
+        if problem.single_examples:
             rows_ND = self._example_rows(lambda: problem.loss(problem.model, *batch), num)
             torch.sum(rows_ND, 0, out=self._flat_D)
             # The mean over fewer examples gives each of them more weight.
             return rows_ND if num == self._batch else rows_ND * (num / self._batch)
-        else:
-            rows_ND = unit_rows(problem, self._parameters, batch)
+        rows_ND = unit_rows(problem, self._parameters, batch, self._flat_D.new_empty(num, len(self._flat_D)))
         torch.mean(rows_ND, 0, out=self._flat_D)
-        return rows_ND if self._balanced else None
+        return rows_ND
 
     def _take_sketch(self, records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:  # noqa: ARG002
         self._sketch_ND = self._attachment.sketcher(records, self._ordering.epoch)
@@ -335,10 +337,20 @@ def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
     return flat_D
 
 
-def unit_rows(problem: Problem, parameters: list[nn.Parameter], batch: Batch) -> Tensor:
-    """Gradients of units, by a backward pass each."""
-    rows_ND = parameters[0].new_empty(len(batch[0]), sum(p.numel() for p in parameters))
-    for row_D, *unit in zip(rows_ND, *(part.split(1) for part in batch), strict=True):
+def closed_form(problem: Problem, batch: Batch, flat_D: Tensor, place_ND: Tensor | None) -> Tensor | None:
+    """The batch's gradient in `flat_D`; if there is a place for them, its units' in it."""
+    assert problem.rows is not None
+    assert problem.gradient is not None
+    if place_ND is None:
+        flat_D.copy_(problem.gradient(problem.model, *batch))
+    else:
+        torch.mean(problem.rows(problem.model, *batch, out=place_ND), 0, out=flat_D)
+    return place_ND
+
+
+def unit_rows(problem: Problem, parameters: list[nn.Parameter], batch: Batch, place_ND: Tensor) -> Tensor:
+    """Gradients of units, by a backward pass each, in `place_ND`."""
+    for row_D, *unit in zip(place_ND, *(part.split(1) for part in batch), strict=True):
         grads = torch.autograd.grad(problem.loss(problem.model, *unit), parameters)
         torch.cat([grad.flatten() for grad in grads], out=row_D)
-    return rows_ND
+    return place_ND

@@ -78,6 +78,12 @@ def test_rows_equal_automatic_differentiation(name: str, variant: str, tmp_path:
     for i, row in enumerate(rows):
         expected = gradient(problem, tuple(part[i : i + 1] for part in batch))
         assert (row - expected).norm() <= 1e-9 * expected.norm()
+    place = torch.full_like(rows, torch.nan)
+    assert problem.rows(problem.model, *batch, out=place) is place
+    assert torch.equal(place, rows)
+    assert problem.gradient is not None
+    expected = gradient(problem, batch)
+    assert (problem.gradient(problem.model, *batch) - expected).norm() <= 1e-9 * expected.norm()
 
 
 @pytest.mark.parametrize("name", BY_LAYERS)

@@ -43,9 +43,11 @@ class Problem:
         higher_is_better: Of the metric.
         data: One line on the data for reports: what they are, how many, and whether they stand in for others.
         labels: A class for every unit, for splits that are not even; None if there are none.
-        rows: `rows(model, *batch)`: the gradient of every unit in closed form, `units x dim` in the order of
-            `model.parameters()`, for models so small that automatic differentiation would be most of the time. Tested
-            against it.
+        rows: `rows(model, *batch, out=None)`: the gradient of every unit in closed form, `units x dim` in the order of
+            `model.parameters()`, for models so small that automatic differentiation would be most of the time; written
+            to `out` if that is given. Tested against automatic differentiation, and so is:
+        gradient: `gradient(model, *batch)`: the mean of the rows, `dim`, without them, for orders that ask for none.
+            There is one if there are `rows`.
         minimum: Finds the smallest possible training loss, where it can be known.
         single_examples: Whether a unit is one example that layers see along their first dimension. If not, the
             gradient of a unit takes a backward pass of its own.
@@ -60,6 +62,7 @@ class Problem:
     data: str
     labels: Tensor | None = None
     rows: Callable[..., Tensor] | None = None
+    gradient: Callable[..., Tensor] | None = None
     minimum: Callable[[], float] | None = None
     single_examples: bool = True
 

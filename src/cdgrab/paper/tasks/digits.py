@@ -48,23 +48,38 @@ def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y) + L2 / 2 * penalty
 
 
-def rows(model: Network, x: Tensor, y: Tensor) -> Tensor:
+def rows(model: Network, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
     """Gradient of every example's loss: `examples x dim`."""
-    layers = [(layer.weight.detach(), layer.bias.detach()) for layer in model.linear()]
+    parts: list[Tensor] = []
+    for layer, inputs, delta in _passed(model, x, y):
+        by_weight = torch.addcmul(L2 * layer.weight.detach(), delta[:, :, None], inputs[:, None, :])
+        parts += [by_weight.flatten(1), torch.add(delta, layer.bias.detach(), alpha=L2)]
+    return torch.cat(parts, dim=1, out=out)
+
+
+def gradient(model: Network, x: Tensor, y: Tensor) -> Tensor:
+    """The mean of the rows."""
+    parts: list[Tensor] = []
+    for layer, inputs, delta in _passed(model, x, y):
+        by_weight = torch.addmm(layer.weight.detach(), delta.T, inputs, beta=L2, alpha=1 / len(x))
+        parts += [by_weight.flatten(), torch.add(delta.mean(0), layer.bias.detach(), alpha=L2)]
+    return torch.cat(parts)
+
+
+def _passed(model: Network, x: Tensor, y: Tensor) -> list[tuple[nn.Linear, Tensor, Tensor]]:
+    """Every layer with its inputs and the gradients of its outputs."""
+    layers = model.linear()
+    weights = [(layer.weight.detach(), layer.bias.detach()) for layer in layers]
     inputs = [x]
-    for weight, bias in layers[:-1]:
+    for weight, bias in weights[:-1]:
         inputs.append(torch.tanh(torch.addmm(bias, inputs[-1], weight.T)))
-    weight, bias = layers[-1]
+    weight, bias = weights[-1]
     delta = torch.softmax(torch.addmm(bias, inputs[-1], weight.T), dim=1)
     delta[torch.arange(len(y), device=y.device), y] -= 1
-    parts: list[Tensor] = []
-    for depth in reversed(range(len(layers))):
-        weight, bias = layers[depth]
-        by_weight = torch.addcmul(L2 * weight, delta[:, :, None], inputs[depth][:, None, :])
-        parts = [by_weight.flatten(1), torch.add(delta, bias, alpha=L2), *parts]
-        if depth:
-            delta = (delta @ weight) * (1 - inputs[depth].square())
-    return torch.cat(parts, dim=1)
+    deltas = [delta]
+    for depth in reversed(range(1, len(layers))):
+        deltas.insert(0, (deltas[0] @ weights[depth][0]) * (1 - inputs[depth].square()))
+    return list(zip(layers, inputs, deltas, strict=True))
 
 
 def minimum(x: Tensor, y: Tensor) -> float:
@@ -108,6 +123,7 @@ def load(folder: Path, variant: str, seed: int) -> Problem:  # noqa: ARG001
         data=f"digits of scikit-learn: {NUM_TRAIN:,} / {len(x) - NUM_TRAIN:,} images of 8 x 8, L2 {L2:g}",
         labels=train_y,
         rows=rows,
+        gradient=gradient,
         minimum=(lambda: minimum(train_x, train_y)) if variant == "softmax" else None,
     )
 

@@ -88,9 +88,14 @@ def logistic_regression(
         found = F.binary_cross_entropy_with_logits(model(x)[:, 0], y)
         return found + l2 / 2 * next(model.parameters()).square().sum() if l2 else found
 
-    def rows(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def rows(model: nn.Module, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         weight = next(model.parameters()).detach()
-        found = x * (torch.sigmoid(torch.mv(x, weight[0])) - y)[:, None]
+        found = torch.mul(x, (torch.sigmoid(torch.mv(x, weight[0])) - y)[:, None], out=out)
+        return found.add_(weight, alpha=l2) if l2 else found
+
+    def gradient(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        weight = next(model.parameters()).detach()[0]
+        found = torch.mv(x.T, torch.sigmoid(torch.mv(x, weight)) - y).div_(len(x))
         return found.add_(weight, alpha=l2) if l2 else found
 
     def evaluate(model: nn.Module) -> dict[str, float]:
@@ -112,6 +117,7 @@ def logistic_regression(
         data=data,
         labels=y.long(),
         rows=rows,
+        gradient=gradient,
         minimum=lambda: smallest_logistic_loss(x, y, l2),
     )
 
