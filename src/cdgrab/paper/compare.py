@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from cdgrab.order import ORDERS
 from cdgrab.paper.config import RunConfig
 from cdgrab.paper.records import EpochRecord, Run, settings
 
 RIVAL = "rr"
+_SECONDS = [field.name for field in fields(EpochRecord) if field.name.startswith("seconds")]
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Comparison:
 
     Attributes:
         title: The setting in words, different for every setting of a call of `compare`.
-        runs: By contender, then by seed.
+        runs: By contender, then by seed; without seconds where several ran at a time.
         rows: The rival first, then `cd-grab`, then the others.
         notes: What a reader must know about these figures: unfinished, missing or diverged runs, few seeds.
     """
@@ -177,10 +179,18 @@ def _compare_setting(setting: RunConfig, title: str, found: list[Run], rival: st
         for run in sorted((run for run in found if run.config.contender == contender), key=lambda run: run.config.seed):
             if run.config.seed in mine:
                 notes.append(f"{contender}, seed {run.config.seed}: found more than once; the first one is used.")
-            mine.setdefault(run.config.seed, run)
+            mine.setdefault(run.config.seed, _trusted(run))
     targets = {seed: run for seed, run in runs.get(rival, {}).items() if finished(run)}
     rows = [_row(contender, mine, targets) for contender, mine in runs.items()]
     return Comparison(setting, title, rival, runs, rows, notes + _notes(runs, rows, rival))
+
+
+def _trusted(run: Run) -> Run:
+    """Without its seconds if it was one of several runs at a time: these say how busy the machine was."""
+    if run.info.at_a_time == 1:
+        return run
+    nothing: dict[str, Any] = dict.fromkeys(_SECONDS, math.nan)
+    return replace(run, epochs=[replace(record, **nothing) for record in run.epochs])
 
 
 def _row(contender: str, runs: dict[int, Run], targets: dict[int, Run]) -> Row:
@@ -203,7 +213,7 @@ def _row(contender: str, runs: dict[int, Run], targets: dict[int, Run]) -> Row:
         tried=len(pairs) + sum(seed in targets for seed in out),
         reached=len(there),
         epochs=Estimate.of([epochs for epochs, _, _ in there]),
-        seconds=Estimate.of([seconds for _, seconds, _ in there]),
+        seconds=Estimate.of([seconds for _, seconds, end in there if not math.isnan(end.seconds)]),
         epochs_ratio=Estimate.of([_over(epochs, end.epoch) for epochs, _, end in there]),
         seconds_ratio=Estimate.of([_over(seconds, end.seconds) for _, seconds, end in there]),
         seconds_per_epoch=Estimate.of([_over(record.seconds, record.epoch) for record in last.values()]),
@@ -250,7 +260,7 @@ def _notes(runs: dict[str, dict[int, Run]], rows: list[Row], rival: str) -> list
         listed = "; ".join(sorted({run.info.data for run in everyone}))
         notes.append(f"Runs were made with different data ({listed}): they do not compare.")
     if any(run.info.at_a_time > 1 for run in everyone):
-        notes.append("Several runs shared the machine: do not trust their seconds.")
+        notes.append("Several runs shared the machine: their seconds are left out.")
     machines = {str(run.info.environment.get("hardware", "")) for run in everyone}
     if len(machines) > 1:
         notes.append(f"Runs come from different hardware ({'; '.join(sorted(machines))}): do not trust their seconds.")

@@ -34,7 +34,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Curve:
-    """A contender's runs in one setting, as lines. `seconds` is the mean over seeds at every epoch."""
+    """A contender's runs in one setting, as lines. `seconds` is the mean over seeds that have any, at every epoch."""
 
     seeds: list[int]
     epochs: Array
@@ -71,10 +71,11 @@ def curve(runs: Mapping[int, Run]) -> Curve | None:
         return _band(np.array([[np.nan if v is None else v for v in row] for row in rows], dtype=np.float64))
 
     nothing = np.full(len(shared), np.nan)
+    timed = [seconds for records in table if not np.isnan(seconds := [record.seconds for record in records]).any()]
     return Curve(
         seeds=list(chosen),
         epochs=np.array(shared, dtype=np.float64),
-        seconds=np.array([[record.seconds for record in records] for records in table]).mean(0),
+        seconds=np.array(timed).mean(0) if timed else nothing,
         loss=band(lambda _, record: record.loss) or Band(nothing, nothing, nothing),
         above=band(lambda run, record: None if run.info.minimum is None else record.loss - run.info.minimum),
         metric=band(metric_of),

@@ -209,6 +209,8 @@ def _panel(
         if band is None:
             continue
         x: Array = getattr(line, across)
+        if np.isnan(x).all():
+            continue
         drawn.append((x, band))
         mean, low, high = (
             [np.where(v > 0, v, np.nan) for v in (band.mean, band.low, band.high)]
@@ -222,7 +224,8 @@ def _panel(
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=across == "epochs"))
     axis.margins(x=0.02)
     if not drawn:
-        axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center", color="#888888")
+        why = "the runs shared the machine" if across == "seconds" else "not recorded"
+        axis.text(0.5, 0.5, why, transform=axis.transAxes, ha="center", color="#888888")
     elif log:
         _log_ticks(axis)
     elif zoom and (limits := zoom_limits(drawn)):

@@ -86,7 +86,8 @@ class RunInfo:
     @property
     def at_a_time(self) -> int:
         """How many runs there were at a time, at most."""
-        return max(part.get("runs at a time", 1) for part in [self.environment, *self.environment.get("before", [])])
+        parts = [self.environment, *self.environment.get("before", [])]
+        return max(int(part.get("runs at a time", 1)) for part in parts)
 
 
 @dataclass(frozen=True)

@@ -248,8 +248,9 @@ def _chart_data(comparison: Comparison, lines: dict[str, Curve], numbers: dict[s
         kept = np.unique(np.linspace(0, len(line.epochs) - 1, min(POINTS, len(line.epochs))).round().astype(int))
         row = comparison.row(name)
         hit = None
-        if row and row.epochs and row.seconds and row.reached == row.tried:
-            hit = dict(zip(("epochs", "seconds"), _numbers([row.epochs.mean, row.seconds.mean]), strict=True))
+        if row and row.epochs and row.reached == row.tried:
+            means = [row.epochs.mean, row.seconds.mean if row.seconds else math.nan]
+            hit = dict(zip(("epochs", "seconds"), _numbers(means), strict=True))
         series.append(
             {
                 "name": name,

@@ -117,9 +117,11 @@ def _verdict(row: Row, rival: Row | None, name: str) -> Verdict:
         where = "its only seed" if row.tried == 1 else f"none of {row.tried} seeds"
         verb = "did not get" if row.tried == 1 else "got"
         return Verdict(who, "none", f"{who} did not help: {where} {verb} down to {name}'s final loss and stayed.{cost}")
-    after = f"after {_share(row.epochs_ratio)} of the epochs" + (
-        f" and {_share(row.seconds_ratio)} of the seconds" if row.seconds_ratio else ""
-    )
+    after = f"after {_share(row.epochs_ratio)} of the epochs"
+    if row.seconds_ratio:
+        count = row.seconds_ratio.count
+        timed = f" (of {count} seed{'s' * (count != 1)})" if count < row.reached else ""
+        after += f" and {_share(row.seconds_ratio)} of the seconds{timed}"
     if row.reached < row.tried:
         text = f"{who} reached {name}'s final loss in {row.reached} of {row.tried} seeds only; there {after}."
         return Verdict(who, "mixed", text + cost)
@@ -154,10 +156,13 @@ def _target_cells(row: Row) -> list[Cell]:
         return [Cell(ABSENT), Cell(ABSENT)]
     if row.reached == 0:
         return [Cell("never", f"0 of {row.tried} seeds")] * 2
-    some = f", {row.reached} of {row.tried} seeds" if row.reached < row.tried else ""
     cells = []
     for share, whole, unit in ((row.epochs_ratio, row.epochs, "epochs"), (row.seconds_ratio, row.seconds, "s")):
-        cells.append(Cell(interval(share), f"{number(whole.mean, 3)} {unit}{some}" if whole else some))
+        if share is None or whole is None:
+            cells.append(Cell(ABSENT))
+            continue
+        some = f", {share.count} of {row.tried} seeds" if share.count < row.tried else ""
+        cells.append(Cell(interval(share), f"{number(whole.mean, 3)} {unit}{some}"))
     return cells
 
 

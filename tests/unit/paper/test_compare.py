@@ -9,6 +9,7 @@ from _runs import INFO, made_experiment, made_run
 from cdgrab.paper.compare import Estimate, compare, reached, student_quantile
 from cdgrab.paper.curves import curve, time_split
 from cdgrab.paper.records import Run
+from cdgrab.paper.words import markdown
 
 
 def test_reached_is_where_a_straight_line_crosses_for_the_last_time() -> None:
@@ -49,6 +50,33 @@ def two_seeds() -> list[Run]:
         made_run([8, 4, 3, 2, 1.5], pace=3.0, info=info, seed=0, order="cd-grab"),
         made_run([8, 6, 4, 3, 2.5], pace=3.0, info=info, seed=1, order="cd-grab"),
     ]
+
+
+def test_seconds_of_runs_that_shared_the_machine_are_left_out() -> None:
+    """Also of one that shared it only before it was interrupted."""
+    rr, *others = two_seeds()
+    crowd = {**INFO.environment, "runs at a time": 1, "before": [{"runs at a time": 3}]}
+    shared = replace(rr, info=replace(rr.info, environment=crowd))
+    (comparison,) = compare([shared, *others])
+    mine, ours = comparison.rows
+    assert ours.epochs_ratio == Estimate.of([1 / 4, 2 / 4])
+    assert ours.seconds_ratio == Estimate.of([6 / 8])
+    assert ours.pace == Estimate.of([1.5])
+    assert mine.seconds_per_epoch == Estimate.of([2.0])
+    assert comparison.notes == ["Several runs shared the machine: their seconds are left out."]
+    line = curve(comparison.runs["rr"])
+    assert line is not None
+    assert line.seconds.tolist() == [0, 2, 4, 6, 8]
+    assert time_split({0: comparison.runs["rr"][0]}) is None
+    text = markdown([comparison])
+    assert "after 0.38 of the epochs and 0.75 of the seconds (of 1 seed) (mean of 2 seeds)" in text
+    assert "6.00 s, 1 of 2 seeds" in text
+    everyone = [replace(run, info=replace(run.info, environment=crowd)) for run in two_seeds()]
+    (comparison,) = compare(everyone)
+    assert all(row.seconds_ratio is None and row.seconds_per_epoch is None for row in comparison.rows)
+    line = curve(comparison.runs["cd-grab"])
+    assert line is not None
+    assert all(map(math.isnan, line.seconds))
 
 
 def test_a_comparison_by_hand() -> None:

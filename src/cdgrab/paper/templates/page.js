@@ -99,7 +99,7 @@
     const quantity = chart.quantity();
     return section.series.filter((s) => !state.hidden.has(s.name) && s.bands[quantity])
       .map((s) => ({ ...s, x: s[chart.across()], band: s.bands[quantity] }))
-      .filter((s) => s.x.length && !host.closest("[hidden]"));
+      .filter((s) => s.x.length && s.x.every((v) => v !== null) && !host.closest("[hidden]"));
   };
   const draw = (chart) => {
     const { host, section } = chart;
@@ -114,7 +114,8 @@
     if (!domain && lines.length) domain = limits(lines, (how = "linear"), target);
     host.dataset.scale = how;
     if (!domain) {
-      html(chart.plot, "p", "nothing", "Nothing to show: choose an order above.");
+      const timed = across !== "seconds" || section.series.some((s) => s.seconds[0] !== null);
+      html(chart.plot, "p", "nothing", timed ? "Nothing to show: choose an order above." : "These runs shared the machine, so their seconds are left out.");
       chart.view = null;
       return;
     }
@@ -160,7 +161,7 @@
         }
         svg(group, "path", { class: "line", d: `M${piece.map((i) => at(line, 0, i)).join("L")}` });
       }
-      if (target !== null && line.hit && line.name !== section.rival) {
+      if (target !== null && line.hit && line.hit[across] !== null && line.name !== section.rival) {
         svg(group, "path", { class: "hit", d: `M${x(line.hit[across])},${y(target) + 5}V${height - bottom}` });
         svg(group, "circle", { class: "hit", cx: x(line.hit[across]), cy: y(target), r: 4.5 });
       }
