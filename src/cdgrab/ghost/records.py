@@ -121,6 +121,15 @@ class Matrix:
             return ((self.b_NTq @ r_qp) * self.a_NTp).sum((1, 2))
         return ((self.a_NTp @ r_qp.T) * self.b_NTq).sum((1, 2))
 
+    def inner(self, other: Matrix) -> Tensor:
+        """`N x N`: inner products of the gradients with those of `other`, from factors."""
+        products: Tensor = self.a_NTp.flatten(0, 1) @ other.a_NTp.flatten(0, 1).T
+        products.mul_(self.b_NTq.flatten(0, 1) @ other.b_NTq.flatten(0, 1).T)
+        num = len(self.a_NTp)
+        if products.shape == (num, num):
+            return products
+        return products.unflatten(0, (num, -1)).unflatten(2, (num, -1)).sum((1, 3))
+
     def add_to(self, r: Tensor, weights_N: Tensor) -> None:
         a, b = _kept(self.a_NTp, weights_N), _kept(self.b_NTq, weights_N)
         r.view(b.shape[2], -1).addmm_((b * weights_N[:, None, None]).flatten(0, 1).T, a.flatten(0, 1))
@@ -199,17 +208,11 @@ class Pair:
         return rows_Nwp.flatten(1)
 
     def _gram_of_factors(self) -> Tensor:
-        num = len(self.first.a_NTp)
-        a = torch.cat([matrix.a_NTp.flatten(0, 1) for matrix in self._both])
-        b = torch.cat([matrix.b_NTq.flatten(0, 1) for matrix in self._both])
-        products = (a @ a.T).mul_(b @ b.T)
-        sizes = [num * matrix.a_NTp.shape[1] for matrix in self._both]
-        gram_NN = a.new_zeros(num, num)
-        for i, of_row in enumerate(products.split(sizes)):
-            for j, block in enumerate(of_row.split(sizes, dim=1)):
-                summed = block.unflatten(0, (num, -1)).unflatten(2, (num, -1)).sum((1, 3))
-                gram_NN.add_(summed, alpha=1 if i == j else -1)
-        return gram_NN
+        gram_NN = self.first.inner(self.first)
+        if self.second is None:
+            return gram_NN
+        cross_NN = self.first.inner(self.second)
+        return gram_NN.add_(self.second.inner(self.second)).sub_(cross_NN).sub_(cross_NN.T)
 
 
 @dataclass(frozen=True)
