@@ -125,10 +125,8 @@ class Matrix:
         """`N x N`: inner products of the gradients with those of `other`, from factors."""
         products: Tensor = self.a_NTp.flatten(0, 1) @ other.a_NTp.flatten(0, 1).T
         products.mul_(self.b_NTq.flatten(0, 1) @ other.b_NTq.flatten(0, 1).T)
-        num = len(self.a_NTp)
-        if products.shape == (num, num):
-            return products
-        return products.unflatten(0, (num, -1)).unflatten(2, (num, -1)).sum((1, 3))
+        num, positions = self.a_NTp.shape[:2]
+        return products.view(num, positions, num, -1).sum((1, 3)) if products.numel() > num**2 else products
 
     def add_to(self, r: Tensor, weights_N: Tensor) -> None:
         a, b = _kept(self.a_NTp, weights_N), _kept(self.b_NTq, weights_N)
