@@ -8,6 +8,7 @@ Memory: the running sum, and the factors of one turn between two steps.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +25,7 @@ from cdgrab.ghost.pairs import Batch, Pairs, ReplayedPairs, Work, difference, re
 from cdgrab.ghost.records import Lookup, Matrix, Record, Rows, stacked, taken
 from cdgrab.units import IntArray
 
+log = logging.getLogger("cdgrab")
 _KINDS: dict[str, type[Any]] = {"Rows": Rows, "Matrix": Matrix, "Lookup": Lookup}
 
 
@@ -38,6 +40,7 @@ class GhostPairs:
         self._held: Batch | None = None  # the first of each pair, until the second comes
         self._held_W = np.zeros(num_workers, dtype=bool)  # whose was a unit
         self._balanced = False  # whether there have been pairs yet
+        self._recordable = True
         self._replayed: ReplayedPairs | None = None
         self.decisions = Decisions()
 
@@ -85,9 +88,14 @@ class GhostPairs:
         if not self._held_W.all():
             return False
         if replayed is None:
-            if not self._balanced or not replayable(self._held, batch):
+            if not (self._balanced and self._recordable and replayable(self._held, batch)):
                 return False
-            replayed = self._replayed = ReplayedPairs(self._held, batch, self.running_sum)
+            try:
+                replayed = self._replayed = ReplayedPairs(self._held, batch, self.running_sum)
+            except RuntimeError as error:  # too little memory, or something CUDA does not record
+                self._recordable = False
+                log.warning("pairs cannot be recorded as a CUDA graph, and are balanced without: %s", error)
+                return False
         elif self._held is replayed.first and replayed.fits(batch):
             replayed.take(batch, replayed.second)
         else:

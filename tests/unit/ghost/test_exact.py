@@ -102,6 +102,28 @@ def test_orders_are_those_of_rows(name: str, workers: int, per_step: int) -> Non
     assert orders[0] == orders[1]
 
 
+def test_pairs_that_cannot_be_recorded_are_balanced_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    def orders() -> list[list[int]]:
+        model, x, y = build("mlp", 24)
+        ordering = Ordering(24, batch_size=3, unit_size=1, world=World.simulated(3), seed=3)
+        ordering.attach(model, source="ghost")
+        while ordering.epoch < 2:
+            batch = torch.from_numpy(ordering.remaining()[:3])
+            cross_entropy(model(x[batch]), y[batch]).backward()
+        return [order.tolist() for order in ordering.orders]
+
+    expected = orders()
+    monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda *_: True)
+    monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", refuse)
+    assert orders() == expected
+    assert caplog.messages == ["pairs cannot be recorded as a CUDA graph, and are balanced without: no room"]
+
+
 def test_a_gradient_that_is_not_finite_leaves_no_trace() -> None:
     model, x, y = build("mlp", 8)
     x[2] = torch.nan

@@ -7,6 +7,7 @@ import torch
 
 from _problems import PROBLEMS, config, layers
 from cdgrab import Ordering, World
+from cdgrab.paper.repeatable import repeatable
 from cdgrab.paper.tasks.base import Problem
 from cdgrab.paper.train import Trainer
 
@@ -98,3 +99,22 @@ def test_sketches_train_too() -> None:
 def test_what_cannot_be(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Trainer(config(**changes), PROBLEMS["closed"](31))
+
+
+def test_what_makes_a_gpu_repeatable_is_undone() -> None:
+    """Flags can be set without a GPU."""
+
+    def flags() -> list[bool]:
+        cudnn = torch.backends.cudnn
+        strict = torch.are_deterministic_algorithms_enabled()
+        return [strict, cudnn.deterministic, cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory]  # type: ignore[attr-defined]
+
+    before = flags()
+    with repeatable(torch.device("cuda")):
+        assert flags() == [True, True, False, False]
+    assert flags() == before
+    with pytest.raises(KeyError), repeatable(torch.device("cuda")):
+        raise KeyError
+    assert flags() == before
+    with repeatable(torch.device("cpu")):
+        assert flags() == before
