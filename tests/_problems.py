@@ -35,12 +35,9 @@ class Columns(nn.Module):
 def closed(num: int) -> Problem:
     x, y = randn(num, 4, dtype=torch.float64), (torch.arange(num) % 2).double()
 
-    def rows(model: Logistic, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+    def gradient(model: Logistic, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Tensor:
         with torch.no_grad():
-            return torch.mul(x, (torch.sigmoid(model(x)) - y)[:, None], out=out)
-
-    def gradient(model: Logistic, x: Tensor, y: Tensor) -> Tensor:
-        return rows(model, x, y).mean(0)
+            return torch.mul(x, (torch.sigmoid(model(x)) - y)[:, None], out=rows).mean(0)
 
     def accuracy(model: nn.Module) -> dict[str, float]:
         right = (model(x.to(next(model.parameters()).device)) > 0).cpu() == (y > 0)
@@ -55,7 +52,6 @@ def closed(num: int) -> Problem:
         True,
         "made up",
         labels=y.long(),
-        rows=rows,
         gradient=gradient,
     )
 

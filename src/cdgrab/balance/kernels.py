@@ -12,6 +12,7 @@ Sums are formed in a fixed order, never with atomics, so that a run can be repea
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -165,6 +166,7 @@ def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, wei
     )
 
 
+@functools.cache
 def _precision(device: torch.device) -> str:
     """How Gram matrices are multiplied.
 

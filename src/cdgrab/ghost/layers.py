@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from cdgrab.ghost.records import Lookup, Matrix, Record, Rows
+from cdgrab.ghost.records import MOST_NUMBERS_ON_GPU, Lookup, Matrix, Record, Rows
 
 Records = dict[str, Record]
 Handler = Callable[[Any, Tensor, Tensor, int], Records]
@@ -33,7 +33,7 @@ def linear(module: nn.Linear, x: Tensor, grad: Tensor, num: int) -> Records:
     return {"weight": Matrix(a_NTp, b_NTq).compact(), **_bias(module, b_NTq)}
 
 
-def convolution(module: nn.Conv1d | nn.Conv2d, x: Tensor, grad: Tensor, num: int) -> Records:
+def convolution(module: nn.Conv1d | nn.Conv2d, x: Tensor, grad: Tensor, num: int) -> Records:  # noqa: ARG001
     """A linear layer on patches."""
     kernel: Any
     padding: Any
@@ -55,7 +55,7 @@ def convolution(module: nn.Conv1d | nn.Conv2d, x: Tensor, grad: Tensor, num: int
         weight = Rows((grad.flatten(2).unflatten(1, (module.groups, -1)) @ a.mT).flatten(1))
     elif p * q <= positions * (p + q):
         # On a CPU a few examples at a time: their patches are still in cache when they are multiplied.
-        some = num if x.is_cuda else max(1, _CACHED // (p * positions))
+        some = max(1, (MOST_NUMBERS_ON_GPU if x.is_cuda else _CACHED) // (p * positions))
         parts = zip(x.split(some), grad.split(some), strict=True)
         weight = Rows(torch.cat([(b.flatten(2) @ patches(a, *where).mT).flatten(1) for a, b in parts]))
     else:

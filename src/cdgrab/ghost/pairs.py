@@ -6,7 +6,7 @@ Turns are all alike, so there they are recorded once, as CUDA graphs, and replay
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ Batch = dict[str, Record]  # by the name of the parameter
 # In a table of more pairs most inner products are between pairs that are far apart. They cost more than another launch,
 # and Triton's kernels do not take more.
 _BLOCK_ON_GPU = 64
-_MOST_BYTES = 1 << 30  # of records that are copied to be replayed; larger models keep a GPU busy as it is
+_MOST_BYTES = 1 << 31  # of two turns' records that are copied to be replayed; larger models keep a GPU busy as it is
 
 
 class Work(Protocol):
@@ -58,10 +58,7 @@ class Pairs:
         some = next(iter(pairs.values())).tensors[-1]
         size = _BLOCK_ON_GPU if some.is_cuda else len(some)
         self._blocks = [
-            {
-                name: record.like(tuple(t[start : start + size] for t in record.tensors))
-                for name, record in pairs.items()
-            }
+            {name: _between(record, start, start + size) for name, record in pairs.items()}
             for start in range(0, len(some), size)
         ]
 
@@ -90,17 +87,24 @@ class ReplayedPairs:
         self.first, self.second = _copied(first), _copied(second)
         self._signature = _signature(first)
         self._graphs: list[tuple[torch.cuda.CUDAGraph, Tensor, torch.cuda.CUDAGraph, Tensor]] = []
+        device = next(iter(running_sum.values())).device
+        # Whatever happens while recording, the stream that was current is current again afterwards.
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+            self._record(running_sum, torch.cuda.Stream(device))
+
+    def _record(self, running_sum: dict[str, Tensor], stream: torch.cuda.Stream) -> None:
         pairs: Pairs | None = None
+        # Other threads, such as a loader's, may do what they like meanwhile.
+        how: dict[str, Any] = {"stream": stream, "capture_error_mode": "thread_local"}
         pool = torch.cuda.graph_pool_handle()
         while pairs is None or len(self._graphs) < len(pairs):
             tables, adds = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            # Other threads, such as a loader's, may do what they like meanwhile.
-            with torch.cuda.graph(tables, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(tables, pool=pool, **how):
                 if pairs is None:
                     pairs = Pairs(difference(self.first, self.second), running_sum)
                 table_KK1 = pairs.table(len(self._graphs))
             weights_K = torch.zeros_like(table_KK1[:, 0])
-            with torch.cuda.graph(adds, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(adds, pool=pool, **how):
                 pairs.add(len(self._graphs), weights_K)
             self._graphs.append((tables, table_KK1, adds, weights_K))
 
@@ -137,7 +141,7 @@ def replayable(first: Batch, second: Batch) -> bool:
     tensors = [tensor for record in first.values() for tensor in record.tensors]
     return (
         all(tensor.is_cuda for tensor in tensors)
-        and sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES
+        and 2 * sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES
         and all(not isinstance(record, Lookup) or record.dense for record in first.values())
         and _signature(first) == _signature(second)
         and not torch.cuda.is_current_stream_capturing()  # somebody records the whole step
@@ -150,7 +154,9 @@ def _between(record: Record, start: int, stop: int) -> Record:
 
 
 def _signature(batch: Batch) -> list[object]:
-    return [(name, type(record), [(t.shape, t.dtype) for t in record.tensors]) for name, record in batch.items()]
+    return [
+        (name, type(record), [(t.shape, t.dtype, t.device) for t in record.tensors]) for name, record in batch.items()
+    ]
 
 
 def _copied(batch: Batch) -> Batch:

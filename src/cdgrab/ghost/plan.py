@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cdgrab.ghost.layers import MIXES_EXAMPLES, WHOLE, handler_of
 
@@ -105,6 +105,31 @@ def check_mixing(name: str, module: nn.Module) -> None:
             f"layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so that none of them has a "
             "gradient of its own; use GroupNorm, or put the layer into eval mode"
         )
+
+
+def check_count(layer: Layer, shape: torch.Size, num: int) -> None:
+    """Refuse outputs of `shape` that have not one entry for each of `num` examples along the first dimension."""
+    flattened = len(shape) == 2 and shape[0] % num == 0 and isinstance(layer.module, nn.Linear)
+    if shape[0] != num and not flattened:
+        raise ValueError(
+            f"layer {layer.name!r} ({type(layer.module).__name__}) has outputs of shape {tuple(shape)}, but the batch "
+            f"has {num} examples; examples must come first in every layer (batch_first=True; positions of an Embedding "
+            "expanded to one row for each example)"
+        )
+
+
+def check_sums(found: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
+    """Whether the examples' gradients add up to the batch's: if not, a parameter is used where nobody watches."""
+    # Some gradients are zero but for rounding (the bias of an attention's keys), so the largest sets the scale.
+    noise = 1e-3 * max(float(grad.norm()) for grad in grads.values())
+    for name, grad in grads.items():
+        error = float((found[name] - grad).norm())
+        if error > 0.1 * float(grad.norm()) + noise:
+            raise ValueError(
+                f"the gradients of single examples do not add up to that of the batch for the parameter {name!r} "
+                f"(they miss it by {error:.3g}, its length is {float(grad.norm()):.3g}): it is used somewhere "
+                "outside of its layer, where it cannot be watched; use the layer itself, or source='batch'"
+            )
 
 
 def written_down(model: nn.Module, batch: int) -> bool:

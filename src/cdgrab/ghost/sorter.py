@@ -3,7 +3,8 @@
 Examples of two turns make the pairs. A pair's difference is a record with the factors of both; its table comes from the
 parameters one by one, and so does the update of the running sum, which has the shape of the model.
 
-Memory: the running sum, and the factors of one turn between two steps.
+Memory: the running sum, and the factors of one turn between two steps. Where pairs are replayed on a GPU, copies of two
+turns instead, and what their graphs need for themselves.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class GhostPairs:
         self._held: Batch | None = None  # the first of each pair, until the second comes
         self._held_W = np.zeros(num_workers, dtype=bool)  # whose was a unit
         self._balanced = False  # whether there have been pairs yet
-        self._recordable = True
+        self._recordable, self._held_alike = True, False  # whether the held turn was a step of its own
         self._replayed: ReplayedPairs | None = None
         self.decisions = Decisions()
 
@@ -74,7 +75,7 @@ class GhostPairs:
             self._alone(alone_W)
         if whole < turns:
             self._held = self._pick(batch, turn_of[whole])
-            self._held_W = counts_mW[whole]
+            self._held_W, self._held_alike = counts_mW[whole], turns == 1
 
     def _add_alike(self, batch: Batch) -> bool:
         """Take a turn of all workers the fast way, if there is one; kernels are compiled by the first pairs, before."""
@@ -88,7 +89,7 @@ class GhostPairs:
         if not self._held_W.all():
             return False
         if replayed is None:
-            if not (self._balanced and self._recordable and replayable(self._held, batch)):
+            if not (self._balanced and self._recordable and self._held_alike and replayable(self._held, batch)):
                 return False
             try:
                 replayed = self._replayed = ReplayedPairs(self._held, batch, self.running_sum)
@@ -142,7 +143,8 @@ class GhostPairs:
         device = next(iter(batch.values())).tensors[-1].device
         if all(part.device == device for part in self.running_sum.values()):
             return
-        # A loaded state follows the model.
+        # A loaded state follows the model. What was recorded has been recorded on the other device.
+        self._replayed = None
         self.running_sum = {name: running_sum.to(device) for name, running_sum in self.running_sum.items()}
         if self._held is not None:
             self._held = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cdgrab.ghost.layers import Records, differentiated, handler_of, widened
-from cdgrab.ghost.plan import Layer, find_layers
+from cdgrab.ghost.plan import Layer, check_count, check_sums, find_layers
 from cdgrab.ghost.records import Record, write_rows
 
 
@@ -38,13 +39,17 @@ class ExampleRows:
     """Finds the rows of a batch.
 
     Args:
-        model: Whose layers treat examples one by one, and have them along the first dimension. Parameters that are not
-            used through their layer are not seen, and nobody notices: hold the rows against `per_example_grads` first.
+        model: Whose layers treat examples one by one, and have them along the first dimension. The first batch is held
+            against the gradient that a whole backward pass finds.
     """
 
     def __init__(self, model: nn.Module) -> None:
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._sizes = {name: parameter.numel() for name, parameter in trainable.items()}
+        self._parameters = trainable
+        self._sizes = [parameter.numel() for parameter in trainable.values()]
+        # As wide as records are.
+        self._dtype = reduce(torch.promote_types, (p.dtype for p in trainable.values()), torch.float32)
+        self._checked = False
         self._names = {id(parameter): name for name, parameter in trainable.items()}
         self._uses: list[_Use] | None = None  # while a forward pass is watched
         for layer in find_layers(model):
@@ -58,19 +63,32 @@ class ExampleRows:
         finally:
             uses, self._uses = self._uses, None
         outputs = [output for use in uses for output in use.outputs if output.requires_grad]
-        grads = iter(torch.autograd.grad(value, outputs, allow_unused=True))
+        parameters = [] if self._checked else self._parameters.values()
+        found = torch.autograd.grad(value, [*outputs, *parameters], allow_unused=True)
+        grads = iter(found)
         parts: dict[str, list[Record]] = defaultdict(list)
         with torch.no_grad():
             for use in uses:
                 of_use = [next(grads) if output.requires_grad else None for output in use.outputs]
                 for key, record in _records(use, of_use, num).items():
-                    parameter = use.layer.module.get_parameter(key)
-                    if parameter.requires_grad:
+                    parameter = dict(use.layer.module.named_parameters()).get(key)  # a norm may have no bias
+                    if parameter is not None and parameter.requires_grad:
                         parts[self._names[id(parameter)]].append(record)
-            rows_ND = value.new_empty(num, sum(self._sizes.values()))
-            for name, place in zip(self._sizes, rows_ND.split(list(self._sizes.values()), 1), strict=True):
+            rows_ND = torch.empty(num, sum(self._sizes), dtype=self._dtype, device=value.device)
+            for name, place in zip(self._parameters, rows_ND.split(self._sizes, 1), strict=True):
                 write_rows(parts[name], place)
+            if not self._checked:
+                self._check(rows_ND, found[len(outputs) :])
         return rows_ND
+
+    def _check(self, rows_ND: Tensor, grads: tuple[Tensor | None, ...]) -> None:
+        sums = rows_ND.sum(0).split(self._sizes)
+        named = list(zip(self._parameters.items(), sums, grads, strict=True))
+        check_sums(
+            {name: part.view_as(parameter) for (name, parameter), part, _ in named},
+            {name: torch.zeros_like(parameter) if grad is None else grad for (name, parameter), _, grad in named},
+        )
+        self._checked = True
 
     def _after(self, layer: Layer) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG001
@@ -91,11 +109,12 @@ def _records(use: _Use, grads: list[Tensor | None], num: int) -> Records:
             f"what layer {use.layer.name!r} ({type(module).__name__}) took or gave was changed in place, so that its "
             "gradients cannot be told apart; use an operation that is not in place"
         )
-    if all(grad is None for grad in grads):
+    some = next((grad for grad in grads if grad is not None), None)
+    if some is None:
         return {}
+    check_count(use.layer, some.shape, num)
     handler = handler_of(module)
     if handler is None:
         return differentiated(module, use.args, use.kwargs, grads, num)
     given = use.args[0] if use.args else next(iter(use.kwargs.values()))
-    assert grads[0] is not None
-    return handler(module, widened(given), widened(grads[0]), num)
+    return handler(module, widened(given), widened(some), num)

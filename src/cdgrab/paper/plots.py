@@ -203,13 +203,14 @@ def _panel(
     log: bool,
     zoom: bool = True,
 ) -> None:
-    drawn = []
+    drawn, why = [], "not recorded"
     for name, line in found.items():
         band: Band | None = getattr(line, quantity)
         if band is None:
             continue
         x: Array = getattr(line, across)
         if np.isnan(x).all():
+            why = "the runs shared the machine"
             continue
         drawn.append((x, band))
         mean, low, high = (
@@ -224,7 +225,6 @@ def _panel(
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=across == "epochs"))
     axis.margins(x=0.02)
     if not drawn:
-        why = "the runs shared the machine" if across == "seconds" else "not recorded"
         axis.text(0.5, 0.5, why, transform=axis.transAxes, ha="center", color="#888888")
     elif log:
         _log_ticks(axis)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import math
 import os
@@ -116,7 +117,7 @@ def _loaded(config: RunConfig, place: Place) -> Problem:
             f'the task {task.name} needs the package {error.name}: pip install "cdgrab[paper,text]"'
         ) from error
     _DATA[config.task, config.variant, place.data] = problem.data
-    if problem.rows is not None and place.device == "cpu":
+    if problem.gradient is not None and place.device == "cpu":
         torch.set_num_threads(1)  # models this small only lose by a second thread
     return problem
 
@@ -288,7 +289,8 @@ def estimate(config: RunConfig, place: Place, seconds: float = 2.0) -> float:
     """Seconds the run would take, from some of its first steps; nothing is written."""
     problem = _loaded(config, place)
     balance_vectors(torch.zeros(1, 2, 3))
-    Trainer(config, problem, device=place.device)  # refuses what the run would refuse
+    # Refuses what the run would refuse; on a model of its own, which it may attach to an ordering.
+    Trainer(config, replace(problem, model=copy.deepcopy(problem.model)), device=place.device)
     few = min(len(problem.train[0]), 64 * config.batch_size)
     some = replace(problem, train=tuple(part[:few] for part in problem.train), labels=None)
     trainer = Trainer(replace(config, partition="iid"), some, device=place.device)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdgrab import Ordering
+from cdgrab.ghost.layers import widened
 from cdgrab.ghost.records import Record
 from cdgrab.hooks.rows import ExampleRows
 from cdgrab.paper.tasks.base import Problem
@@ -33,6 +34,7 @@ class Steps(Protocol):
     """Takes the steps of an epoch."""
 
     seconds_exchange: float
+    seconds_fitting: float  # of `prepare`: what belongs to an order and not to the machinery
 
     @property
     def seconds_sorter(self) -> float | None:
@@ -41,33 +43,50 @@ class Steps(Protocol):
     def prepare(self, index_M: Tensor) -> None:
         """Do beforehand what is done once, such as compiling; not timed. `index_M` is what the epoch will train on."""
 
+    def forget(self) -> None:
+        """Parameters and states have been replaced: nothing that was recorded with others holds."""
+
     def epoch(self, index_M: Tensor) -> float:
         """Train on the units `index_M`, batch by batch. Returns the seconds spent on fetching them."""
 
 
 class Collector:
-    """Rows of several steps, handed to the ordering together."""
+    """Rows of several steps, handed to the ordering together.
 
-    def __init__(self, ordering: Ordering) -> None:
-        self._ordering = ordering
+    Args:
+        ordering: Observes them.
+        batch: Units in a step; the last one of an epoch may have fewer.
+        like_D: A row.
+    """
+
+    def __init__(self, ordering: Ordering, batch: int, like_D: Tensor) -> None:
+        self._ordering, self._batch, self._like_D = ordering, batch, like_D
+        self._rows_KND = torch.empty(0)
+        self._places: tuple[Tensor, ...] = ()  # one for each step: small models would notice their making
         self._waiting = 0
-        self._rows_KND = torch.empty(0, 0, 0)
+        self._short_1ND: Tensor | None = None
 
-    def place(self, num: int, like_D: Tensor) -> Tensor:
-        """Where the rows of the next step are to be written, `num x dim`; before the next call."""
-        full = self._waiting == len(self._rows_KND)
-        if full or self._rows_KND.shape[1] != num:  # the last batch of an epoch may be short
+    def place(self, num: int) -> Tensor:
+        """Where the rows of the next step are to be written, `num x dim`, before the next call."""
+        if self._waiting == len(self._places) or num != self._batch or self._short_1ND is not None:
             self.flush()
-        if self._rows_KND.shape[1:] != (num, len(like_D)):
-            self._rows_KND = like_D.new_empty(block_steps(num, like_D), num, len(like_D))
+        if num != self._batch:
+            self._short_1ND = self._like_D.new_empty(1, num, len(self._like_D))
+            return self._short_1ND[0]
+        if not self._places:
+            self._rows_KND = self._like_D.new_empty(block_steps(num, self._like_D), num, len(self._like_D))
+            self._places = self._rows_KND.unbind()
         self._waiting += 1
-        return self._rows_KND[self._waiting - 1]
+        return self._places[self._waiting - 1]
 
     def flush(self) -> None:
         """Hand over what waits."""
         waiting, self._waiting = self._waiting, 0
+        short, self._short_1ND = self._short_1ND, None
         if waiting:
             self._ordering.observe(self._rows_KND[:waiting])
+        if short is not None:
+            self._ordering.observe(short)
 
 
 def block_steps(num: int, like_D: Tensor) -> int:
@@ -103,22 +122,25 @@ class EagerSteps:
         self._problem, self._model, self._optimizer = problem, model, optimizer
         self._batch, self._balanced, self._ranks = batch, balanced, ranks
         self._parameters = [p for p in problem.model.parameters() if p.requires_grad]
-        self._collector = Collector(ordering)
-        self.seconds_exchange = 0.0
+        self.seconds_exchange = self.seconds_fitting = 0.0
         one_by_one = balanced and ranks == 1 and not problem.single_examples
         self._gradient: Callable[[Batch], None] = self._by_backward
-        if problem.rows is not None:
+        if problem.gradient is not None:
             self._gradient = self._in_closed_form
         elif one_by_one:
             self._gradient = self._unit_by_unit
         if self._gradient != self._by_backward:
             self._flat_D = flat_gradients(self._parameters)
+            self._collector = Collector(ordering, batch, self._flat_D)
 
     @property
     def seconds_sorter(self) -> None:
         return None
 
     def prepare(self, index_M: Tensor) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
     def epoch(self, index_M: Tensor) -> float:
@@ -129,7 +151,8 @@ class EagerSteps:
             fetching += time.perf_counter() - start
             self._gradient(batch)
             self._optimizer.step()
-        self._collector.flush()
+        if self._gradient != self._by_backward:
+            self._collector.flush()
         return fetching
 
     def _by_backward(self, batch: Batch) -> None:
@@ -137,7 +160,9 @@ class EagerSteps:
         self._problem.loss(self._model, *batch).backward()
 
     def _in_closed_form(self, batch: Batch) -> None:
-        closed_form(self._problem, batch, self._flat_D, self._place(batch) if self._balanced else None)
+        assert self._problem.gradient is not None
+        place_ND = self._collector.place(len(batch[0])) if self._balanced else None
+        self._flat_D.copy_(self._problem.gradient(self._problem.model, *batch, rows=place_ND))
         if self._ranks > 1:
             start = time.perf_counter()
             dist.all_reduce(self._flat_D)
@@ -145,11 +170,8 @@ class EagerSteps:
             self.seconds_exchange += time.perf_counter() - start
 
     def _unit_by_unit(self, batch: Batch) -> None:
-        rows_ND = unit_rows(self._problem, self._parameters, batch, self._place(batch))
+        rows_ND = unit_rows(self._problem, self._parameters, batch, self._collector.place(len(batch[0])))
         torch.mean(rows_ND, 0, out=self._flat_D)
-
-    def _place(self, batch: Batch) -> Tensor:
-        return self._collector.place(len(batch[0]), self._flat_D)
 
 
 class CapturedSteps:
@@ -177,7 +199,7 @@ class CapturedSteps:
         self._sketch_ND: Tensor | None = None  # of the last batch
         if self._attachment is not None:
             self._attachment.consume = self._take_sketch
-        elif balanced and problem.rows is None and problem.single_examples:
+        elif balanced and problem.gradient is None and problem.single_examples:
             self._example_rows = ExampleRows(problem.model)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured_at: list[float] = []
@@ -186,7 +208,7 @@ class CapturedSteps:
         self._rows_ND: Tensor | None = None  # where the graph leaves those of its step
         self._rows_KND = torch.zeros(0, 0, 0)
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self.seconds_exchange = 0.0
+        self.seconds_exchange = self.seconds_fitting = 0.0
 
     @property
     def seconds_sorter(self) -> float:
@@ -233,13 +255,21 @@ class CapturedSteps:
         self._index_SN.copy_(whole_SN)
         self._step.zero_()
         rates = [group["lr"] for group in self._optimizer.param_groups]
-        if self._attachment is not None and self._attachment.sketcher.begin(self._ordering.epoch, self._flat_D):
-            self._graph = None
+        if self._attachment is not None:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            if self._attachment.sketcher.begin(self._ordering.epoch, widened(self._flat_D)):
+                self._graph = None
+            torch.cuda.synchronize()
+            self.seconds_fitting = time.perf_counter() - start
         if steps and (self._graph is None or rates != self._captured_at):
             self._capture()
             if self._balanced and not self._captured_at:
                 self._rehearse(steps, len(index_M) % self._batch)
             self._captured_at = rates
+
+    def forget(self) -> None:
+        self._graph = None
 
     def _rehearse(self, steps: int, rest: int) -> None:
         """An epoch of another ordering on rows of zeros, so that all its kernels are compiled before the clock runs."""
@@ -309,9 +339,10 @@ class CapturedSteps:
     def _gradient(self, batch: Batch) -> Tensor | None:
         """Leave the batch's gradient in the parameters; rows of its units, if they are wanted."""
         problem, num = self._problem, len(batch[0])
-        if problem.rows is not None:
+        if problem.gradient is not None:
             place_ND = self._flat_D.new_empty(num, len(self._flat_D)) if self._balanced else None
-            return closed_form(problem, batch, self._flat_D, place_ND)
+            self._flat_D.copy_(problem.gradient(problem.model, *batch, rows=place_ND))
+            return place_ND
         if not self._balanced or self._attachment is not None:
             self._flat_D.zero_()
             problem.loss(problem.model, *batch).backward()
@@ -335,17 +366,6 @@ def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
     for parameter, part in zip(parameters, flat_D.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = part.view_as(parameter)
     return flat_D
-
-
-def closed_form(problem: Problem, batch: Batch, flat_D: Tensor, place_ND: Tensor | None) -> Tensor | None:
-    """The batch's gradient in `flat_D`; if there is a place for them, its units' in it."""
-    assert problem.rows is not None
-    assert problem.gradient is not None
-    if place_ND is None:
-        flat_D.copy_(problem.gradient(problem.model, *batch))
-    else:
-        torch.mean(problem.rows(problem.model, *batch, out=place_ND), 0, out=flat_D)
-    return place_ND
 
 
 def unit_rows(problem: Problem, parameters: list[nn.Parameter], batch: Batch, place_ND: Tensor) -> Tensor:

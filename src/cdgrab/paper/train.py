@@ -67,11 +67,11 @@ class Trainer:
             world=None if ranks > 1 else World.simulated(config.workers),
             seed=config.seed,
             # Rows in closed form are short, and many steps' travel at once: what counts is the number of messages.
-            exchange="gather" if ranks > 1 and problem.rows is not None and coordinated(spec) else None,
+            exchange="gather" if ranks > 1 and problem.gradient is not None and coordinated(spec) else None,
         )
         self._places = placed(config, problem.labels, num)
         model: nn.Module = self.problem.model
-        closed = problem.rows is not None
+        closed = problem.gradient is not None
         if ranks > 1 and not closed:
             model = DistributedDataParallel(model)
         captured = self.device.type == "cuda" and ranks == 1 and capture is not False
@@ -120,13 +120,13 @@ class Trainer:
             fetching = self._steps.epoch(index_M)
             ordering.metrics()  # waits for what an attached model does beside training
             self._wait()
-            seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - start + self._steps.seconds_fitting
         self.scheduler.step()
         self.trained += 1
         ordering.sampler.set_epoch(self.trained)
         metrics = ordering.metrics()
         sorting = self._steps.seconds_sorter
-        sorting = metrics.get("seconds", 0.0) if sorting is None else sorting
+        sorting = (metrics.get("seconds", 0.0) if sorting is None else sorting) + self._steps.seconds_fitting
         exchanging = self._steps.seconds_exchange
         self._record = EpochRecord(
             self.trained,
@@ -158,6 +158,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.ordering.load_state_dict(state["ordering"])
+        self._steps.forget()
         self.trained, self._record, self._evaluated_last = state["trained"], last, True
 
     def _attach(self, model: nn.Module, ranks: int) -> None:
@@ -195,7 +196,7 @@ class Trainer:
         train = self.problem.train
         num = len(train[0])
         # What a model makes of a batch may be far larger than the batch; models in closed form are small.
-        size = num if self.problem.rows is not None else _CHUNK[self.device.type] * self.config.batch_size
+        size = num if self.problem.gradient is not None else _CHUNK[self.device.type] * self.config.batch_size
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for start in range(0, num, size):
             chunk = [part[start : start + size] for part in train]
@@ -205,9 +206,9 @@ class Trainer:
     def _herding_bound(self) -> float | None:
         problem, ordering = self.problem, self.ordering
         dim = sum(p.numel() for p in problem.model.parameters())
-        if problem.rows is None or not ordering.world.one_process or len(problem.train[0]) * dim > _MOST_NUMBERS:
+        if problem.gradient is None or not ordering.world.one_process or len(problem.train[0]) * dim > _MOST_NUMBERS:
             return None
-        rows_ND = problem.rows(problem.model, *problem.train).cpu()  # sums over time can be repeated only there
+        rows_ND = problem.rows(*problem.train).cpu()  # sums over time can be repeated only there
         units = min(map(len, ordering.orders))  # of workers with one more, the last is left out
         turns_WU = self._places[torch.stack([order[:units] for order in ordering.orders])]
         return herding_bound(rows_ND[turns_WU])

@@ -134,7 +134,9 @@ def _verdict(row: Row, rival: Row | None, name: str) -> Verdict:
         # A noisy rival settles below its own final loss before its last epoch: earlier than one is not yet earlier.
         settles = f" ({name} itself settles there after {_share(rival.epochs_ratio)})" if rival and own < 0.995 else ""
         return Verdict(who, "none", f"{text} That is no clear gain over {name}{settles}.{cost}")
-    if row.seconds_ratio and not _surely_below(row.seconds_ratio, 1.0):
+    if row.seconds_ratio is None or row.seconds_ratio.half_width is None:
+        return Verdict(who, "mixed", f"{text} Fewer epochs; too few runs were timed to tell about time.{cost}")
+    if not _surely_below(row.seconds_ratio, 1.0):
         return Verdict(who, "mixed", f"{text} Fewer epochs, but no clear gain in time.{cost}")
     return Verdict(who, "gain", text)
 

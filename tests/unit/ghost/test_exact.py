@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from _models import MODELS, build, one_by_one, recorded
 from cdgrab import Ordering, World, flat_grad
 from cdgrab.balance.rules import Greedy
 from cdgrab.ghost import Matrix
-from cdgrab.ghost.pairs import difference, table
+from cdgrab.ghost.pairs import Batch, Pairs, ReplayedPairs, _copied, _signature, difference, table
 from cdgrab.ghost.records import Pair, written_out
 from cdgrab.ghost.sorter import GhostPairs
 
@@ -122,6 +124,85 @@ def test_pairs_that_cannot_be_recorded_are_balanced_all_the_same(
     monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", refuse)
     assert orders() == expected
     assert caplog.messages == ["pairs cannot be recorded as a CUDA graph, and are balanced without: no room"]
+
+
+class Copied:
+    """`ReplayedPairs` without graphs: on copies, and only what fits."""
+
+    made: ClassVar[list[Copied]] = []
+
+    def __init__(self, first: Batch, second: Batch, running_sum: dict[str, torch.Tensor]) -> None:
+        self.first, self.second, self._running_sum, self.turns = _copied(first), _copied(second), running_sum, 0
+        self.made.append(self)
+
+    def fits(self, batch: Batch) -> bool:
+        return _signature(batch) == _signature(self.first)
+
+    def take(self, batch: Batch, into: Batch) -> None:
+        self.turns += 1
+        ReplayedPairs.take(self, batch, into)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return 1
+
+    def table(self, _: int) -> torch.Tensor:
+        return table(difference(self.first, self.second), self._running_sum)
+
+    def add(self, _: int, weights_K: torch.Tensor) -> None:
+        Pairs(difference(self.first, self.second), self._running_sum).add(0, weights_K)
+
+
+@pytest.mark.parametrize("saved", range(9))
+@pytest.mark.parametrize(("num", "batch"), [(24, 3), (26, 3), (27, 9)])
+def test_copies_and_states_give_the_same_orders(
+    num: int, batch: int, saved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved at every point of an epoch and loaded into a fresh ordering, also while a copied turn is held."""
+
+    def orders(save_at: int | None) -> list[list[int]]:
+        model, x, y = build("mlp", num)
+
+        def fresh() -> Ordering:
+            made = Ordering(num, batch_size=batch, unit_size=1, world=World.simulated(3), seed=3)
+            made.attach(model, source="ghost")
+            return made
+
+        ordering, steps = fresh(), 0
+        while ordering.epoch < 3:
+            index = torch.from_numpy(ordering.remaining()[:batch])
+            cross_entropy(model(x[index]), y[index]).backward()
+            steps += 1
+            if steps == save_at:
+                state = ordering.state_dict()
+                ordering.detach() if not ordering.remaining().size else ordering._attachment.detach()  # type: ignore[union-attr]
+                ordering = fresh()
+                ordering.load_state_dict(state)
+        return [order.tolist() for order in ordering.orders]
+
+    expected = orders(None)
+    monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda *_: True)
+    monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", Copied)
+    Copied.made.clear()
+    assert orders(saved + 8) == expected
+    # Steps of one turn each are copied and those of three are not, not even a last one of one turn.
+    assert bool(Copied.made) == (batch == 3)
+    assert all(copied.turns > 2 for copied in Copied.made)
+
+
+def test_a_model_that_moves_leaves_its_recording_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = build("mlp", 12)
+    records, shapes = recorded(model, x[:3], y[:3])
+    monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda *_: True)
+    monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", Copied)
+    sorter = GhostPairs(3, Greedy())
+    sorter.start_epoch(0, np.full(3, 8))
+    for _ in range(4):
+        sorter.add(records, shapes, np.ones((1, 3), dtype=bool))
+    assert sorter._replayed is not None
+    elsewhere = {key: record.like(tuple(t.to("meta") for t in record.tensors)) for key, record in records.items()}
+    assert not sorter._replayed.fits(elsewhere)
+    sorter._make_room(elsewhere, shapes)
+    assert sorter._replayed is None
 
 
 def test_a_gradient_that_is_not_finite_leaves_no_trace() -> None:

@@ -42,6 +42,53 @@ def test_a_layer_without_a_gradient_gets_none() -> None:
     assert not found[:, 8:].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_half_precision_are_single(dtype: torch.dtype) -> None:
+    model, x, y = build("tied", 6)
+    expected = one_by_one(model, x, y)
+    half = model.to(dtype)
+    found = ExampleRows(half)(lambda: F.cross_entropy(half(x), y), 6)
+    assert found.dtype == torch.float32
+    assert float((6 * found - expected).norm() / expected.norm()) < 0.05
+
+
+def test_a_wide_loss_of_single_layers() -> None:
+    model, x, y = build("mlp", 6, torch.float32)
+    expected = one_by_one(model, x, y)
+    found = ExampleRows(model)(lambda: F.cross_entropy(model(x).double(), y), 6)
+    torch.testing.assert_close(6 * found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_norms_without_a_bias() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, bias=False), nn.Linear(4, 2)).double()
+    x, y = randn(5, 3, dtype=torch.float64), torch.arange(5) % 2
+    expected = one_by_one(model, x, y)
+    torch.testing.assert_close(5 * ExampleRows(model)(lambda: F.cross_entropy(model(x), y), 5), expected)
+
+
+class Outside(nn.Module):
+    """Uses the weight of a layer without the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(5, 4), nn.Embedding(6, 4)
+
+    def forward(self, index: Tensor) -> Tensor:
+        hidden = self.tokens(index) + self.positions(torch.arange(index.shape[1]))
+        return F.linear(hidden, self.tokens.weight).mT
+
+
+@pytest.mark.parametrize(
+    ("num", "words"),
+    [(2, r"'positions' \(Embedding\) has outputs of shape \(6, 4\), but the batch has 2"), (6, "do not add up")],
+)
+def test_what_would_be_wrong_is_refused_at_the_first_batch(num: int, words: str) -> None:
+    model, index = Outside(), torch.arange(6 * num).view(num, 6) % 5
+    with pytest.raises(ValueError, match=words):
+        ExampleRows(model)(lambda: F.cross_entropy(model(index), index), num)
+
+
 def test_what_is_changed_in_place_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     with pytest.raises(ValueError, match=r"layer '0' \(Linear\) took or gave was changed in place"):

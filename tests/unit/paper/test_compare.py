@@ -9,7 +9,7 @@ from _runs import INFO, made_experiment, made_run
 from cdgrab.paper.compare import Estimate, compare, reached, student_quantile
 from cdgrab.paper.curves import curve, time_split
 from cdgrab.paper.records import Run
-from cdgrab.paper.words import markdown
+from cdgrab.paper.words import markdown, verdicts
 
 
 def test_reached_is_where_a_straight_line_crosses_for_the_last_time() -> None:
@@ -77,6 +77,19 @@ def test_seconds_of_runs_that_shared_the_machine_are_left_out() -> None:
     line = curve(comparison.runs["cd-grab"])
     assert line is not None
     assert all(map(math.isnan, line.seconds))
+
+
+@pytest.mark.parametrize(("shared", "tone"), [([], "gain"), ([1, 2], "mixed"), ([0, 1, 2], "mixed")])
+def test_a_gain_needs_seconds_of_several_seeds(shared: list[int], tone: str) -> None:
+    crowd = {**INFO.environment, "runs at a time": 3}
+    runs = []
+    for seed in range(3):
+        info = replace(INFO, environment=crowd) if seed in shared else INFO
+        runs.append(made_run([8, 7, 6, 5, 4], pace=2.0, info=info, seed=seed))
+        runs.append(made_run([8, 4 - 0.1 * seed, 3, 2, 1.5], pace=3.0, info=info, seed=seed, order="cd-grab"))
+    (verdict,) = verdicts(compare(runs)[0])
+    assert verdict.tone == tone
+    assert ("too few runs were timed" in verdict.text) == bool(shared)
 
 
 def test_a_comparison_by_hand() -> None:

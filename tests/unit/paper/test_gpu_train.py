@@ -63,4 +63,4 @@ def test_resume_of_captured_steps(source: str) -> None:
         last = next(some)
     resumed = Trainer(chosen, PROBLEMS["layers"](31), device="cuda")
     resumed.load_state_dict(first.state_dict(), last)
-    assert [r.loss for r in resumed.run()] == pytest.approx([r.loss for r in records[3:]], rel=1e-12)
+    assert [r.loss for r in resumed.run()] == [r.loss for r in records[3:]]

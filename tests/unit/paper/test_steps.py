@@ -61,10 +61,10 @@ def test_rows_are_handed_over_in_their_order_and_all_of_them() -> None:
             self.heard += rows.clone().unbind()
 
     listener, like = Listener(), torch.zeros(5)
-    collector = Collector(listener)  # type: ignore[arg-type]
+    collector = Collector(listener, 4, like)  # type: ignore[arg-type]
     sizes = [4] * 150 + [3] + [4] * 3  # more than are collected, then a short batch, then the next epoch
     for number, size in enumerate(sizes):
-        collector.place(size, like).fill_(number)
+        collector.place(size).fill_(number)
     collector.flush()
     collector.flush()
     assert [rows.shape for rows in listener.heard] == [(size, 5) for size in sizes]

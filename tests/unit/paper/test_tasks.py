@@ -15,6 +15,7 @@ import _data
 import cdgrab
 from _asserts import assert_permutation
 from _data import dim, make, needs_transformers
+from cdgrab.hooks.rows import ExampleRows
 from cdgrab.paper.catalogue import CATALOGUE, DataError
 from cdgrab.paper.tasks import TASKS, find_task
 from cdgrab.paper.tasks import gpt2 as gpt2_task
@@ -67,23 +68,32 @@ def test_every_task_trains_on_data_in_the_public_format(name: str, variant: str,
 
 
 @pytest.mark.parametrize(("name", "variant"), WITH_ROWS)
-def test_rows_equal_automatic_differentiation(name: str, variant: str, tmp_path: Path) -> None:
+def test_gradients_in_closed_form_equal_automatic_differentiation(name: str, variant: str, tmp_path: Path) -> None:
     problem = make(name, tmp_path, variant)
     problem.model.double()
     batch = tuple(part[:6].double() if part.is_floating_point() else part[:6] for part in problem.train)
-    assert problem.rows is not None
-    rows = problem.rows(problem.model, *batch)
-    assert rows.shape == (6, dim(problem.model))
-    assert not rows.requires_grad
+    assert problem.gradient is not None
+    rows = torch.full((6, dim(problem.model)), torch.nan, dtype=torch.float64)
+    expected = gradient(problem, batch)
+    for place in (None, rows):
+        found = problem.gradient(problem.model, *batch, rows=place)
+        assert not found.requires_grad
+        assert (found - expected).norm() <= 1e-9 * expected.norm()
+    assert torch.equal(problem.rows(*batch), rows)
     for i, row in enumerate(rows):
         expected = gradient(problem, tuple(part[i : i + 1] for part in batch))
         assert (row - expected).norm() <= 1e-9 * expected.norm()
-    place = torch.full_like(rows, torch.nan)
-    assert problem.rows(problem.model, *batch, out=place) is place
-    assert torch.equal(place, rows)
-    assert problem.gradient is not None
-    expected = gradient(problem, batch)
-    assert (problem.gradient(problem.model, *batch) - expected).norm() <= 1e-9 * expected.norm()
+
+
+@pytest.mark.parametrize("name", BY_LAYERS)
+def test_rows_from_layers_equal_automatic_differentiation(name: str, tmp_path: Path) -> None:
+    problem = make(name, tmp_path)
+    problem.model.double()
+    batch = tuple(part[:3].double() if part.is_floating_point() else part[:3] for part in problem.train)
+    rows = ExampleRows(problem.model)(lambda: problem.loss(problem.model, *batch), 3)
+    for i, row in enumerate(rows):
+        expected = gradient(problem, tuple(part[i : i + 1] for part in batch))
+        assert (3 * row - expected).norm() <= 1e-9 * expected.norm()
 
 
 @pytest.mark.parametrize("name", BY_LAYERS)

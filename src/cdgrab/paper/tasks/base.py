@@ -43,11 +43,10 @@ class Problem:
         higher_is_better: Of the metric.
         data: One line on the data for reports: what they are, how many, and whether they stand in for others.
         labels: A class for every unit, for splits that are not even; None if there are none.
-        rows: `rows(model, *batch, out=None)`: the gradient of every unit in closed form, `units x dim` in the order of
-            `model.parameters()`, for models so small that automatic differentiation would be most of the time; written
-            to `out` if that is given. Tested against automatic differentiation, and so is:
-        gradient: `gradient(model, *batch)`: the mean of the rows, `dim`, without them, for orders that ask for none.
-            There is one if there are `rows`.
+        gradient: `gradient(model, *batch, rows=None)`: the gradient of `loss` in closed form, `dim` numbers in the
+            order of `model.parameters()`, for models so small that automatic differentiation would be most of the
+            time. If `rows` is given, `units x dim`, it is filled with the gradient of every unit. Tested against
+            automatic differentiation.
         minimum: Finds the smallest possible training loss, where it can be known.
         single_examples: Whether a unit is one example that layers see along their first dimension. If not, the
             gradient of a unit takes a backward pass of its own.
@@ -61,10 +60,17 @@ class Problem:
     higher_is_better: bool
     data: str
     labels: Tensor | None = None
-    rows: Callable[..., Tensor] | None = None
     gradient: Callable[..., Tensor] | None = None
     minimum: Callable[[], float] | None = None
     single_examples: bool = True
+
+    def rows(self, *batch: Tensor) -> Tensor:
+        """The gradient of every unit, from `gradient`."""
+        assert self.gradient is not None
+        parameters = list(self.model.parameters())
+        rows_ND = parameters[0].new_empty(len(batch[0]), sum(p.numel() for p in parameters))
+        self.gradient(self.model, *batch, rows=rows_ND)
+        return rows_ND
 
 
 @dataclass(frozen=True)

@@ -48,21 +48,19 @@ def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y) + L2 / 2 * penalty
 
 
-def rows(model: Network, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
-    """Gradient of every example's loss: `examples x dim`."""
+def gradient(model: Network, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Of the mean loss, and of every example's if there are rows to fill."""
     parts: list[Tensor] = []
+    of_examples: list[Tensor] = []
     for layer, inputs, delta in _passed(model, x, y):
-        by_weight = torch.addcmul(L2 * layer.weight.detach(), delta[:, :, None], inputs[:, None, :])
-        parts += [by_weight.flatten(1), torch.add(delta, layer.bias.detach(), alpha=L2)]
-    return torch.cat(parts, dim=1, out=out)
-
-
-def gradient(model: Network, x: Tensor, y: Tensor) -> Tensor:
-    """The mean of the rows."""
-    parts: list[Tensor] = []
-    for layer, inputs, delta in _passed(model, x, y):
-        by_weight = torch.addmm(layer.weight.detach(), delta.T, inputs, beta=L2, alpha=1 / len(x))
-        parts += [by_weight.flatten(), torch.add(delta.mean(0), layer.bias.detach(), alpha=L2)]
+        weight, bias = layer.weight.detach(), layer.bias.detach()
+        parts += [torch.addmm(weight, delta.T, inputs, beta=L2, alpha=1 / len(x)).flatten()]
+        parts += [torch.add(delta.mean(0), bias, alpha=L2)]
+        if rows is not None:
+            of_examples += [torch.addcmul(L2 * weight, delta[:, :, None], inputs[:, None, :]).flatten(1)]
+            of_examples += [torch.add(delta, bias, alpha=L2)]
+    if rows is not None:
+        torch.cat(of_examples, 1, out=rows)
     return torch.cat(parts)
 
 
@@ -122,7 +120,6 @@ def load(folder: Path, variant: str, seed: int) -> Problem:  # noqa: ARG001
         higher_is_better=True,
         data=f"digits of scikit-learn: {NUM_TRAIN:,} / {len(x) - NUM_TRAIN:,} images of 8 x 8, L2 {L2:g}",
         labels=train_y,
-        rows=rows,
         gradient=gradient,
         minimum=(lambda: minimum(train_x, train_y)) if variant == "softmax" else None,
     )

@@ -82,30 +82,26 @@ def _passed(model: Autoregressive, x: Tensor, y: Tensor) -> _Pass:
     return _Pass(values, first_TNh, second_TNh, d_first_TNh, d_second_TNh, d_out)
 
 
-def rows(model: Autoregressive, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
-    """Gradient of every window's loss, `N x dim`: of a weight, one batched product over all six steps."""
+def gradient(model: Autoregressive, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Of a window, a weight's gradient is one batched product over all six steps; of all windows, one product."""
     done = _passed(model, x, y)
-    parts = [
-        torch.bmm(done.d_first_TNh.permute(1, 2, 0), done.values.unfold(1, INPUTS, 1)[:, : y.shape[1]]).flatten(1),
-        done.d_first_TNh.sum(0),
-        torch.bmm(done.d_second_TNh.permute(1, 2, 0), done.first_TNh.transpose(0, 1)).flatten(1),
-        done.d_second_TNh.sum(0),
-        torch.bmm(done.d_out_NT[:, None], done.second_TNh.transpose(0, 1)).flatten(1),
-        done.d_out_NT.sum(1, keepdim=True),
-    ]
-    return torch.cat(parts, 1, out=out)
-
-
-def gradient(model: Autoregressive, x: Tensor, y: Tensor) -> Tensor:
-    """The mean of the rows."""
-    done = _passed(model, x, y)
-    windows_TNp = done.values.unfold(1, INPUTS, 1)[:, : y.shape[1]].transpose(0, 1)
+    windows = done.values.unfold(1, INPUTS, 1)[:, : y.shape[1]]
+    if rows is not None:
+        parts = [
+            torch.bmm(done.d_first_TNh.permute(1, 2, 0), windows).flatten(1),
+            done.d_first_TNh.sum(0),
+            torch.bmm(done.d_second_TNh.permute(1, 2, 0), done.first_TNh.transpose(0, 1)).flatten(1),
+            done.d_second_TNh.sum(0),
+            torch.bmm(done.d_out_NT[:, None], done.second_TNh.transpose(0, 1)).flatten(1),
+            done.d_out_NT.sum(1, keepdim=True),
+        ]
+        return torch.cat(parts, 1, out=rows).mean(0)
     first, second, d_first, d_second = (
         table.flatten(0, 1) for table in (done.first_TNh, done.second_TNh, done.d_first_TNh, done.d_second_TNh)
     )
     d_out = done.d_out_NT.T.flatten()
     parts = [
-        (d_first.T @ windows_TNp.flatten(0, 1)).flatten(),
+        (d_first.T @ windows.transpose(0, 1).flatten(0, 1)).flatten(),
         d_first.sum(0),
         (d_second.T @ first).flatten(),
         d_second.sum(0),
@@ -160,7 +156,6 @@ def load(folder: Path, variant: str, seed: int) -> Problem:  # noqa: ARG001
         higher_is_better=False,
         data=f"M4 Weekly: {len(train):,} / {len(validation):,} windows of {len(series)} series; test horizon {HORIZON}"
         f"{found.note}",
-        rows=rows,
         gradient=gradient,
     )
 

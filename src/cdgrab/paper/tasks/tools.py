@@ -88,15 +88,16 @@ def logistic_regression(
         found = F.binary_cross_entropy_with_logits(model(x)[:, 0], y)
         return found + l2 / 2 * next(model.parameters()).square().sum() if l2 else found
 
-    def rows(model: nn.Module, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
-        weight = next(model.parameters()).detach()
-        found = torch.mul(x, (torch.sigmoid(torch.mv(x, weight[0])) - y)[:, None], out=out)
-        return found.add_(weight, alpha=l2) if l2 else found
-
-    def gradient(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def gradient(model: nn.Module, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Tensor:
         weight = next(model.parameters()).detach()[0]
-        found = torch.mv(x.T, torch.sigmoid(torch.mv(x, weight)) - y).div_(len(x))
-        return found.add_(weight, alpha=l2) if l2 else found
+        slope = torch.sigmoid(torch.mv(x, weight)).sub_(y)
+        found = torch.mv(x.T, slope).div_(len(x))
+        if rows is not None:
+            torch.mul(x, slope[:, None], out=rows)
+        if l2:
+            for part in (found,) if rows is None else (found, rows):
+                part.add_(weight, alpha=l2)
+        return found
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         with torch.no_grad():
@@ -116,7 +117,6 @@ def logistic_regression(
         higher_is_better=True,
         data=data,
         labels=y.long(),
-        rows=rows,
         gradient=gradient,
         minimum=lambda: smallest_logistic_loss(x, y, l2),
     )
