@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from _problems import PROBLEMS, config
+from cdgrab.paper.runner import Place, run
 from cdgrab.paper.tasks.cifar10 import lenet
 from cdgrab.paper.train import Trainer
 
@@ -25,6 +27,15 @@ def test_captured_steps(name: str, order: str, optimizer: str) -> None:
         # In a graph, Adam counts its steps in single precision.
         rel = 1e-5 if capture and optimizer == "adamw" else 1e-9
         assert [record.loss for record in trainer.run()] == pytest.approx(here, rel=rel)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_runs_by_name_of_the_device(device: str, tmp_path: Path) -> None:
+    chosen = config(epochs=2, order="cd-grab")
+    done = run(chosen, Place(tmp_path, tmp_path, device))
+    here = run(chosen, Place(tmp_path / "cpu", tmp_path, "cpu"))
+    assert [record.loss for record in done.epochs] == pytest.approx([r.loss for r in here.epochs], rel=1e-4)
+    assert done.info.environment["hardware"] == torch.cuda.get_device_name()
 
 
 @pytest.mark.parametrize("source", ["sketch:12", "random-sketch:12"])
