@@ -130,6 +130,9 @@ def _verdict(row: Row, rival: Row | None, name: str) -> Verdict:
     own = rival.epochs_ratio.mean if rival and rival.epochs_ratio else 1.0
     if row.tried == 1:
         return Verdict(who, "mixed", f"{text} One seed cannot tell a gain from chance.")
+    if not _surely_below(row.epochs_ratio, own) and row.lower == row.both and _mean_below(row.epochs_ratio, own):
+        few = f"{row.tried} seeds are too few to say by how much"
+        return Verdict(who, "mixed", f"{text} Its loss ends below {name}'s in all of them, but {few}.{cost}")
     if not _surely_below(row.epochs_ratio, own):
         # A noisy rival settles below its own final loss before its last epoch: earlier than one is not yet earlier.
         settles = f" ({name} itself settles there after {_share(rival.epochs_ratio)})" if rival and own < 0.995 else ""
@@ -143,6 +146,10 @@ def _verdict(row: Row, rival: Row | None, name: str) -> Verdict:
 
 def _surely_below(estimate: Estimate | None, bound: float) -> bool:
     return estimate is not None and estimate.mean + (estimate.half_width or 0.0) < bound
+
+
+def _mean_below(estimate: Estimate | None, bound: float) -> bool:
+    return estimate is not None and estimate.mean < bound
 
 
 def _share(estimate: Estimate | None) -> str:

@@ -92,6 +92,19 @@ def test_a_gain_needs_seconds_of_several_seeds(shared: list[int], tone: str) -> 
     assert ("too few runs were timed" in verdict.text) == bool(shared)
 
 
+@pytest.mark.parametrize(
+    ("last", "tone", "words"), [(2.5, "mixed", "too few to say"), (5.0, "mixed", "in 1 of 2 seeds")]
+)
+def test_what_two_seeds_can_tell(last: float, tone: str, words: str) -> None:
+    """Sooner in both seeds, but at very different times; or in one of them only."""
+    runs = [made_run([8, 7, 6, 5, 4], seed=seed) for seed in (0, 1)]
+    runs.append(made_run([8, 3, 3, 2, 1.5], seed=0, order="cd-grab"))
+    runs.append(made_run([8, 7, 6, 5, last], seed=1, order="cd-grab"))
+    (verdict,) = verdicts(compare(runs)[0])
+    assert verdict.tone == "mixed"
+    assert words in verdict.text
+
+
 def test_a_comparison_by_hand() -> None:
     (comparison,) = compare(two_seeds())
     rr, ours = comparison.rows
