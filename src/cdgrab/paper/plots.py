@@ -226,6 +226,7 @@ def _panel(
     axis.margins(x=0.02)
     if not drawn:
         axis.text(0.5, 0.5, why, transform=axis.transAxes, ha="center", color="#888888")
+        axis.set_xticks([])
     elif log:
         _log_ticks(axis)
     elif zoom and (limits := zoom_limits(drawn)):
