@@ -174,7 +174,8 @@ def test_copies_and_states_give_the_same_orders(
             steps += 1
             if steps == save_at:
                 state = ordering.state_dict()
-                ordering.detach() if not ordering.remaining().size else ordering._attachment.detach()  # type: ignore[union-attr]
+                assert ordering._attachment is not None
+                ordering._attachment.detach()  # from the model: the next one is attached to it
                 ordering = fresh()
                 ordering.load_state_dict(state)
         return [order.tolist() for order in ordering.orders]
