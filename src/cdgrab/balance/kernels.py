@@ -71,9 +71,9 @@ def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor, *, in
         COLUMNS=columns,
         SUBTRACT=minus_KD is not None,
         IN_PLACE=in_place,
-        PRECISION=_precision(rows_KD.device),
         num_warps=warps,
         num_stages=3 if few else 1,
+        **({} if few else {"PRECISION": _precision(rows_KD.device)}),
     )
     return partial_PKK1.sum(0, dtype=torch.float64)
 
@@ -191,7 +191,6 @@ def _few_rows(
     COLUMNS: tl.constexpr,
     SUBTRACT: tl.constexpr,
     IN_PLACE: tl.constexpr,
-    PRECISION: tl.constexpr,  # noqa: ARG001
 ):
     """Every program takes `width` columns. A thread keeps all its products in registers until the end."""
     program = tl.program_id(0).to(tl.int64)

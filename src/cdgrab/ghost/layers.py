@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cdgrab.ghost.records import MOST_NUMBERS_ON_GPU, Lookup, Matrix, Record, Rows
 
+_CACHED = 1 << 19  # numbers that a CPU keeps at hand
+
 Records = dict[str, Record]
 Handler = Callable[[Any, Tensor, Tensor, int], Records]
 
@@ -54,16 +56,13 @@ def convolution(module: nn.Conv1d | nn.Conv2d, x: Tensor, grad: Tensor, num: int
         a = patches(x, *where).unflatten(1, (module.groups, -1))
         weight = Rows((grad.flatten(2).unflatten(1, (module.groups, -1)) @ a.mT).flatten(1))
     elif p * q <= positions * (p + q):
-        # On a CPU a few examples at a time: their patches are still in cache when they are multiplied.
+        # Some examples at a time: on a CPU their patches are still in cache when they are multiplied, on a GPU they fit.
         some = max(1, (MOST_NUMBERS_ON_GPU if x.is_cuda else _CACHED) // (p * positions))
         parts = zip(x.split(some), grad.split(some), strict=True)
         weight = Rows(torch.cat([(b.flatten(2) @ patches(a, *where).mT).flatten(1) for a, b in parts]))
     else:
         weight = Matrix(patches(x, *where).mT, grad.flatten(2).mT)
     return {"weight": weight, **({} if module.bias is None else {"bias": Rows(grad.flatten(2).sum(2))})}
-
-
-_CACHED = 1 << 19  # numbers
 
 
 def patches(x: Tensor, outputs: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Tensor:

@@ -40,8 +40,9 @@ class GhostPairs:
         self.running_sum: dict[str, Tensor] = {}
         self._held: Batch | None = None  # the first of each pair, until the second comes
         self._held_W = np.zeros(num_workers, dtype=bool)  # whose was a unit
+        self._held_alike = False  # whether it was a step of its own
         self._balanced = False  # whether there have been pairs yet
-        self._recordable, self._held_alike = True, False  # whether the held turn was a step of its own
+        self._recordable = True
         self._replayed: ReplayedPairs | None = None
         self.decisions = Decisions()
 
