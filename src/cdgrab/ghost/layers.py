@@ -56,7 +56,7 @@ def convolution(module: nn.Conv1d | nn.Conv2d, x: Tensor, grad: Tensor, num: int
         a = patches(x, *where).unflatten(1, (module.groups, -1))
         weight = Rows((grad.flatten(2).unflatten(1, (module.groups, -1)) @ a.mT).flatten(1))
     elif p * q <= positions * (p + q):
-        # Some examples at a time: on a CPU their patches are still in cache when they are multiplied, on a GPU they fit.
+        # Some examples at a time: on a CPU their patches are still in cache when they are multiplied, a GPU has room.
         some = max(1, (MOST_NUMBERS_ON_GPU if x.is_cuda else _CACHED) // (p * positions))
         parts = zip(x.split(some), grad.split(some), strict=True)
         weight = Rows(torch.cat([(b.flatten(2) @ patches(a, *where).mT).flatten(1) for a, b in parts]))
