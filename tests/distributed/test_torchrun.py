@@ -24,7 +24,7 @@ def test_examples_train_on_two_ranks(name: str) -> None:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr  # how far it came, too
     losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+), imbalance 0\.\d+", done.stdout)]
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 2
