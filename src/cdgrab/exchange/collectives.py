@@ -1,8 +1,11 @@
-"""Two things about process groups that PyTorch leaves to the caller."""
+"""Three things about process groups that PyTorch leaves to the caller."""
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +23,21 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     device = torch.device("cuda" if dist.get_backend(parent) == "nccl" else "cpu")
     timeout = parent._get_backend(device).options._timeout
     made: Any = dist.new_group(dist.get_process_group_ranks(parent), timeout=timeout, use_local_synchronization=True)
+    if dist.get_backend(made) == "gloo":
+        end_threads_before_python()
     return made  # type: ignore[no-any-return]
+
+
+@cache
+def end_threads_before_python() -> None:
+    """Have Python wait a moment before it closes, so that gloo's threads can finish their last collective.
+
+    A thread of gloo lets go of a tensor only after the loop has it, and needs Python for that. Python before 3.14 ends
+    a thread that asks for it while closing, and C++ answers with "terminate called without an active exception": a
+    run that went well ends with exit code -6. `destroy_process_group` joins the threads only if nothing holds the
+    group, and FSDP holds it, with or without cdgrab: https://github.com/pytorch/pytorch/issues/190489.
+    """
+    atexit.register(time.sleep, 0.1)
 
 
 def start_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> Callable[[], None]:

@@ -22,6 +22,7 @@ from rich.table import Table
 
 import cdgrab
 from cdgrab import ORDERS, RULES
+from cdgrab.exchange.collectives import end_threads_before_python
 from cdgrab.paper import data as data_sets
 from cdgrab.paper.batch import run_all
 from cdgrab.paper.choices import Choices, resolve
@@ -261,6 +262,7 @@ def _do(
             place = replace(place, device=f"cuda:{os.environ['LOCAL_RANK']}")
             torch.cuda.set_device(place.device)
         dist.init_process_group("nccl" if place.device.startswith("cuda") else "gloo")
+        end_threads_before_python()
     try:
         writers = [WRITERS[name](place.results) for name in log or [] if _rank() <= 0]
         runs = run_all(todo, place, console, jobs=jobs, writers=writers)
