@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from cdgrab.units import IntArray
 
 Decided = tuple[IntArray, SignArray]
 
-_MANY = 1024  # tensors on a device that are joined, so that an epoch does not leave thousands of tiny ones
+_MANY = 1024  # pieces that are joined, so that an epoch does not leave thousands of tiny ones
 
 
 class Decisions:
@@ -25,7 +26,8 @@ class Decisions:
 
     def __init__(self) -> None:
         self._parts: list[Decided] = []
-        self._late: list[tuple[IntArray, Tensor, bool]] = []  # later than all parts; whether a sign is a pair's
+        # Later than all parts, and whether a sign is a pair's. To write them out is some calls; it is done for many.
+        self._late: list[tuple[IntArray, SignArray | Tensor, bool]] = []
 
     def append(self, workers_N: IntArray, signs_N: SignArray | Tensor) -> None:
         self._append(workers_N, signs_N, paired=False)
@@ -52,27 +54,31 @@ class Decisions:
         return zlib.crc32(signs.tobytes(), zlib.crc32(workers.tobytes()))
 
     def _append(self, workers_N: IntArray, signs_N: SignArray | Tensor, *, paired: bool) -> None:
-        if isinstance(signs_N, Tensor) and signs_N.device.type != "cpu":
-            self._late.append((workers_N, signs_N, paired))
-            if len(self._late) > _MANY:
-                workers, signs, kinds = zip(*self._late, strict=True)
-                if len(set(kinds)) == 1:
-                    self._late = [(np.concatenate(workers), torch.cat(signs), paired)]
-            return
         if len(workers_N) == 0:
             return
-        self._fetch()
-        signs_N = signs_N.to(torch.int8).numpy() if isinstance(signs_N, Tensor) else signs_N
-        self._parts.append((np.repeat(workers_N, 2), pair_signs(signs_N)) if paired else (workers_N, signs_N))
+        if isinstance(signs_N, Tensor) and signs_N.device.type == "cpu":
+            signs_N = signs_N.to(torch.int8).numpy()
+        self._late.append((workers_N, signs_N, paired))
+        if len(self._late) > _MANY:
+            workers, signs, kinds = zip(*self._late, strict=True)
+            if len(set(kinds)) == 1 and all(isinstance(part, Tensor) for part in signs):
+                self._late = [(np.concatenate(workers), torch.cat(signs), paired)]
+            else:
+                self._fetch()
 
     def _fetch(self) -> None:
-        """Bring over what is still on a device, in one transfer."""
-        if not self._late:
-            return
+        """Write out what is late; what is still on a device is brought over in one transfer."""
         late, self._late = self._late, []
-        signs = torch.cat([signs for _, signs, _ in late]).to(torch.int8).cpu()
-        for (workers, _, paired), mine in zip(late, signs.split([len(workers) for workers, _, _ in late]), strict=True):
-            self._append(workers, mine, paired=paired)
+        there = [signs for _, signs, _ in late if isinstance(signs, Tensor)]
+        here = iter(torch.cat(there).to(torch.int8).cpu().split([len(signs) for signs in there]) if there else ())
+        signs = [next(here).numpy() if isinstance(part, Tensor) else part for _, part, _ in late]
+        start = 0
+        for paired, group in groupby(kind for _, _, kind in late):
+            stop = start + len(list(group))
+            workers_N = np.concatenate([workers for workers, _, _ in late[start:stop]])
+            signs_N = np.concatenate(signs[start:stop])
+            self._parts.append((np.repeat(workers_N, 2), pair_signs(signs_N)) if paired else (workers_N, signs_N))
+            start = stop
 
     def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray) -> IntArray:
         """The next order of a worker. Units whose sign was not decided stay in the middle."""

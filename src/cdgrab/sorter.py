@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cdgrab.balance import compiled
 from cdgrab.balance.balancer import Balancer, Signs
 from cdgrab.balance.rules import RuleMaker
 from cdgrab.balance.tally import Tally
@@ -27,6 +28,8 @@ _WAITING_NUMBERS = 1 << 20
 _WAITING_TURNS = 1024
 # Rows this long gain nothing by waiting, and are never stored.
 _LONG_ROW = 1 << 15
+# Nor do shorter ones, on a CPU with numba, if this many numbers come together.
+_ENOUGH = 1 << 16
 
 
 class Sorter(Protocol):
@@ -77,7 +80,7 @@ class SignSorter:
         make_rule: RuleMaker,
         block: int | None = None,
     ) -> None:
-        self._workers = np.arange(len(rngs))
+        self._workers = self._tiled = np.arange(len(rngs))
         self._centring = CENTRINGS[spec.centring](len(rngs))
         self._balancers = [Balancer(make_rule(rng)) for rng in (rngs[:1] if spec.coordinated else rngs)]
         self._block = block
@@ -100,7 +103,8 @@ class SignSorter:
                 for worker, row_D in enumerate(rows_WD):
                     self.add_one(row_D, worker)
             return
-        if rows_bWD.shape[2] >= _LONG_ROW and self._block is None:
+        enough = rows_bWD.shape[2] >= _LONG_ROW or (rows_bWD.numel() >= _ENOUGH and _compiled(rows_bWD))
+        if enough and self._block is None:
             self._flush()
             for rows, minus in self._centring.add(rows_bWD):
                 self._decide_turns(rows, minus)
@@ -141,13 +145,16 @@ class SignSorter:
 
     def _balance(self, rows_bWD: Tensor) -> None:
         for rows, minus in self._centring.add(rows_bWD):
-            if rows.is_cuda:
+            if rows.is_cuda or _compiled(rows):
                 self._decide_turns(rows, minus)
                 continue
-            self._decide((rows - minus).flatten(0, 1), np.tile(self._workers, rows.shape[0]))
+            self._decide((rows - minus).flatten(0, 1), self._workers_of(rows.shape[0]))
 
     def _decide_turns(self, rows_mWD: Tensor, minus_mWD: Tensor) -> None:
-        """As `_decide`, for whole turns; rows stay where they are, and on a GPU nobody waits for signs."""
+        """As `_decide`, for whole turns; rows stay where they are, and on a GPU nobody waits for signs.
+
+        With numba, what is rounded how does not depend on how many turns come together, nor on whether they waited.
+        """
         if len(self._balancers) == 1:
             signs: Signs = self._balancers[0].balance_turns(rows_mWD, minus_mWD)
         else:
@@ -156,7 +163,7 @@ class SignSorter:
                 for worker, balancer in enumerate(self._balancers)
             ]
             signs = torch.stack(alone, dim=1).flatten()
-        self._append(np.tile(self._workers, len(rows_mWD)), signs)
+        self._append(self._workers_of(rows_mWD.shape[0]), signs)
 
     def _decide(self, rows_ND: Tensor, workers_N: IntArray) -> None:
         """Balance rows, each with its own worker's running sum or all with the one."""
@@ -175,6 +182,12 @@ class SignSorter:
             self.decisions.append_pairs(workers_N, signs_N)
         else:
             self.decisions.append(workers_N, signs_N)
+
+    def _workers_of(self, turns: int) -> IntArray:
+        """The workers of the rows of so many turns; kept, since it is mostly the same number."""
+        if len(self._tiled) != turns * len(self._workers):
+            self._tiled = np.tile(self._workers, turns)
+        return self._tiled
 
     def _make_room(self, rows_bWD: Tensor) -> None:
         _, num_workers, dim = rows_bWD.shape
@@ -256,3 +269,8 @@ def make_sorter(
     if isinstance(spec, Herded):
         return HerdingSorter(len(rngs))
     return SignSorter(spec, rngs, make_rule, block)
+
+
+def _compiled(rows: Tensor) -> bool:
+    """Whether numba's loops are what balances these rows."""
+    return rows.device.type == "cpu" and compiled.available()

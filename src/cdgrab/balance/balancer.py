@@ -59,13 +59,17 @@ class Balancer:
         if rows_KD.device.type != "cpu":
             return self._balance_blocks(rows_KD, minus_KD)
         if compiled.available():
-            return self._balance_compiled(rows_KD, minus_KD)
+            if minus_KD is None:
+                return self._balance_compiled(rows_KD)
+            return self._turns_compiled(rows_KD[None], minus_KD[None])
         if minus_KD is None and rows_KD.shape[1] <= _TABLE_PAYS:
             return self._balance_blocks(rows_KD, None)
         return self._balance_rows(rows_KD, minus_KD)
 
     def balance_turns(self, rows_mWD: Tensor, minus_mWD: Tensor) -> Signs:
         """The rows `rows - minus` turn by turn, worker by worker: `m * W` signs."""
+        if rows_mWD.device.type == "cpu" and compiled.available():
+            return self._turns_compiled(rows_mWD, minus_mWD)
         if not tables.takes_blocks(rows_mWD, minus_mWD):
             signs = [self.balance(rows, minus) for rows, minus in zip(rows_mWD, minus_mWD, strict=True)]
             late = [part for part in signs if isinstance(part, Tensor)]
@@ -93,8 +97,8 @@ class Balancer:
 
     def _scratch(self, num_rows: int, like: Tensor) -> Tensor:
         """Room for a few rows, kept because allocating it anew costs more than filling it."""
-        if self.scratch.shape != (num_rows, like.shape[1]):
-            self.scratch = like.new_zeros(num_rows, like.shape[1])
+        if self.scratch.shape != (num_rows, like.shape[-1]):
+            self.scratch = like.new_zeros(num_rows, like.shape[-1])
         return self.scratch
 
     def _balance_rows(self, rows_KD: Tensor, minus_KD: Tensor | None) -> SignArray:
@@ -109,31 +113,41 @@ class Balancer:
         rows = rows_KD if threads else rows_KD.numpy()
         minus = minus_KD if threads or minus_KD is None else minus_KD.numpy()
         module: Any = torch if threads else np
-        signs_K, s_K, lengths_K = np.empty((3, len(rows)))
+        decided_4K = np.zeros((4, len(rows)))
         thresholds_K = self.rule.thresholds(
             len(rows), lambda: compiled.lengths(rows_KD.numpy(), None if minus_KD is None else minus_KD.numpy())
         ).tolist()
         with np.errstate(all="ignore"):
             for k in range(len(rows)):
                 d_D = rows[k] if minus is None else module.subtract(rows[k], minus[k], out=row_D)
-                lengths_K[k] = length = module.dot(d_D, d_D).item()
-                s_K[k] = s = module.dot(d_D, r_D).item()
-                signs_K[k] = sign = 1 if not length < math.inf or s <= thresholds_K[k] else -1
-                if length < math.inf:
-                    (module.add if sign == 1 else module.subtract)(r_D, d_D, out=r_D)
-        return self._counted(signs_K, s_K, lengths_K)
+                length = module.dot(d_D, d_D).item()
+                if not length < math.inf:
+                    decided_4K[0, k] = 1
+                    continue
+                s = module.dot(d_D, r_D).item()
+                sign = 1 if s <= thresholds_K[k] else -1
+                (module.add if sign == 1 else module.subtract)(r_D, d_D, out=r_D)
+                decided_4K[:, k] = sign, sign, s, length
+        return self._counted(decided_4K)
 
-    def _balance_compiled(self, rows_KD: Tensor, minus_KD: Tensor | None) -> SignArray:
+    def _balance_compiled(self, rows_KD: Tensor) -> SignArray:
         rows = rows_KD.contiguous().numpy()
-        minus = None if minus_KD is None else minus_KD.contiguous().numpy()
-        thresholds_K = self.rule.thresholds(len(rows), lambda: compiled.lengths(rows, minus))
-        scratch_2D = self._scratch(2, rows_KD).numpy()
-        signs_K, s_K, lengths_K = compiled.row_signs(rows, minus, scratch_2D, self.running_sum.numpy(), thresholds_K)
-        return self._counted(signs_K, s_K, lengths_K)
+        thresholds_K = self.rule.thresholds(len(rows), lambda: compiled.lengths(rows))
+        return self._counted(compiled.row_signs(rows, self.running_sum.numpy(), thresholds_K))
 
-    def _counted(self, signs_K: FloatArray, s_K: FloatArray, lengths_K: FloatArray) -> SignArray:
-        finite_K = np.isfinite(lengths_K)
-        if not finite_K.all():
-            s_K, lengths_K = np.where(finite_K, s_K, 0.0), np.where(finite_K, lengths_K, 0.0)
-        self.tally.add(signs_K, signs_K * finite_K, s_K, lengths_K)
-        return signs_K.astype(np.int8)
+    def _turns_compiled(self, rows_mWD: Tensor, minus_mWD: Tensor) -> SignArray:
+        self._make_room(rows_mWD)
+        turns, workers, dim = rows_mWD.shape
+        thresholds_K = self.rule.thresholds(
+            turns * workers,
+            lambda: compiled.lengths(rows_mWD.reshape(-1, dim).numpy(), minus_mWD.reshape(-1, dim).numpy()),
+        )
+        scratch_2D = self._scratch(2, rows_mWD).numpy()
+        return self._counted(
+            compiled.turn_signs(rows_mWD, minus_mWD, scratch_2D, self.running_sum.numpy(), thresholds_K)
+        )
+
+    def _counted(self, decided_4K: FloatArray) -> SignArray:
+        self.tally.add(decided_4K)
+        signs_K: SignArray = decided_4K[0].astype(np.int8)
+        return signs_K

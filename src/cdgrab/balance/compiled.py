@@ -21,6 +21,8 @@ from cdgrab.balance.rules import FloatArray
 
 Array = npt.NDArray[Any]
 
+_ALL_CORES = 1 << 15  # rows from this length on occupy them
+
 
 @functools.cache
 def available() -> bool:
@@ -36,26 +38,45 @@ def lengths(rows_KD: Array, minus_KD: Array | None = None) -> FloatArray:
     return np.where(np.isfinite(lengths_K), lengths_K, 0.0)
 
 
-def row_signs(
-    rows_KD: Array, minus_KD: Array | None, scratch_2D: Array, running_sum_D: Array, thresholds_K: FloatArray
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Decide the signs of the `K` rows `rows - minus` and add the signed rows to `running_sum_D`, in place.
-
-    All arrays are contiguous. Without `minus_KD` one core does the work; with it, which is meant for long rows, as many
-    as PyTorch is set to use, and `scratch_2D`, which must hold finite numbers, is overwritten with such.
+def row_signs(rows_KD: Array, running_sum_D: Array, thresholds_K: FloatArray) -> FloatArray:
+    """Decide the signs of `K` rows and add the signed rows to `running_sum_D`, in place. All arrays are contiguous.
 
     Returns:
-        Signs, the inner products they were decided on, and squared lengths. A row whose squared length is not
-        finite gets `+1` and is not added.
+        `4 x K`, as `tables.decide` does.
     """
-    signs_K, s_K, lengths_K = np.empty((3, len(rows_KD)))
-    with np.errstate(all="ignore"):
-        if minus_KD is None:
-            _block_kernel()(rows_KD, running_sum_D, thresholds_K, signs_K, s_K, lengths_K)
-        else:
-            kernel = _difference_kernel(_use_threads(torch.get_num_threads()))
-            kernel(rows_KD, minus_KD, scratch_2D, running_sum_D, thresholds_K, signs_K, s_K, lengths_K)
-    return signs_K, s_K, lengths_K
+    decided_4K = np.zeros((4, len(rows_KD)))
+    _block_kernel()(rows_KD, running_sum_D, thresholds_K, decided_4K)
+    return decided_4K
+
+
+def turn_signs(
+    rows_mWD: torch.Tensor,
+    minus_mWD: torch.Tensor,
+    scratch_2D: Array,
+    running_sum_D: Array,
+    thresholds_K: FloatArray,
+) -> FloatArray:
+    """As `row_signs`, for the rows `rows - minus` turn by turn, wherever they lie: nothing is copied or written down.
+
+    Rows that are long enough for it occupy as many cores as PyTorch is set to use. `scratch_2D`, which must hold
+    finite numbers, is overwritten with such.
+    """
+    turns, workers, dim = rows_mWD.shape
+    decided_4K = np.zeros((4, turns * workers))
+    (rows, rows_turn, rows_worker), (minus, minus_turn, minus_worker) = _laid_out(rows_mWD), _laid_out(minus_mWD)
+    strides = (rows_turn, rows_worker, minus_turn, minus_worker)
+    kernel = _difference_kernel(dim >= _ALL_CORES and _use_threads(torch.get_num_threads()))
+    kernel(rows, minus, strides, workers, scratch_2D, running_sum_D, thresholds_K, decided_4K)
+    return decided_4K
+
+
+def _laid_out(rows_mWD: torch.Tensor) -> tuple[Array, int, int]:
+    """The stretch of memory in which rows lie, and how far it is to the next turn and to the next worker."""
+    if rows_mWD.stride(2) != 1:
+        rows_mWD = rows_mWD.contiguous()
+    (turns, workers, dim), (turn, worker, _) = rows_mWD.shape, rows_mWD.stride()
+    flat: Array = rows_mWD.as_strided(((turns - 1) * turn + (workers - 1) * worker + dim,), (1,)).numpy()
+    return flat, turn, worker
 
 
 # Sums may be reordered (that is what makes them fast), but NaN must stay NaN: hence not all of numba's `fastmath`.
@@ -68,19 +89,19 @@ def _block_kernel() -> Callable[..., None]:
     import numba
 
     @numba.njit(nogil=True, fastmath=_REORDER)
-    def kernel(rows, running_sum, thresholds, signs, products, lengths):  # type: ignore[no-untyped-def]
+    def kernel(rows, running_sum, thresholds, decided):  # type: ignore[no-untyped-def]
         for k in range(rows.shape[0]):
             s = b2 = running_sum.dtype.type(0)
             for i in range(rows.shape[1]):
                 s += running_sum[i] * rows[k, i]
                 b2 += rows[k, i] * rows[k, i]
-            products[k], lengths[k], signs[k] = s, b2, 1.0
+            decided[0, k] = 1.0
             if not b2 < np.inf:
                 continue
             sign = running_sum.dtype.type(1 if s <= thresholds[k] else -1)
             for i in range(rows.shape[1]):
                 running_sum[i] += sign * rows[k, i]
-            signs[k] = sign
+            decided[0, k], decided[1, k], decided[2, k], decided[3, k] = sign, sign, s, b2
 
     return kernel
 
@@ -92,43 +113,55 @@ def _difference_kernel(parallel: bool) -> Callable[..., None]:
     span = numba.prange if parallel else range
 
     @numba.njit(parallel=parallel, nogil=True, fastmath=_REORDER)
-    def kernel(rows, minus, scratch, running_sum, thresholds, signs, products, lengths):  # type: ignore[no-untyped-def]
-        """Two rows at a time, from their own small table, added while the next two are read.
+    def kernel(  # type: ignore[no-untyped-def]
+        rows, minus, strides, workers, scratch, running_sum, thresholds, decided
+    ):
+        """Two rows of a turn at a time, from their own small table, added while the next two are read.
 
-        Memory is what limits long rows, and this spares it. `scratch` holds finite numbers before and after.
+        Memory is what limits long rows, and this spares it. `scratch` holds finite numbers before and after. Rows of
+        different turns never share a table: what is rounded how must not depend on how many turns came together.
         """
         zero, one = running_sum.dtype.type(0), running_sum.dtype.type(1)
-        dim, last = rows.shape[1], rows.shape[0] - 1
+        dim, last = running_sum.shape[0], workers - 1
+        rows_turn, rows_worker, minus_turn, minus_worker = strides
         sign = sign_other = zero  # nothing to be added yet
-        for k in range(0, last + 1, 2):
-            # A row without a partner is paired with nothing: itself times zero.
-            other, factor = (k + 1, one) if k < last else (k, zero)
-            s = s_other = b2 = b2_other = gram = zero
-            for i in span(dim):
-                r = running_sum[i] + sign * scratch[0, i] + sign_other * scratch[1, i]
-                x = rows[k, i] - minus[k, i]
-                y = factor * (rows[other, i] - minus[other, i])
-                running_sum[i] = r
-                scratch[0, i] = x
-                scratch[1, i] = y
-                s += r * x
-                s_other += r * y
-                b2 += x * x
-                b2_other += y * y
-                gram += x * y
-            sign, sign_other = one, one
-            if b2 < np.inf:
-                sign = one if s <= thresholds[k] else -one
-                if b2_other < np.inf:
+        for turn in range(decided.shape[1] // workers):
+            for worker in range(0, workers, 2):
+                # A row without a partner is paired with nothing: itself times zero.
+                partner, factor = (worker + 1, one) if worker < last else (worker, zero)
+                at, at_minus = turn * rows_turn, turn * minus_turn
+                first, first_minus = at + worker * rows_worker, at_minus + worker * minus_worker
+                second, second_minus = at + partner * rows_worker, at_minus + partner * minus_worker
+                x_row, x_minus = rows[first : first + dim], minus[first_minus : first_minus + dim]
+                y_row, y_minus = rows[second : second + dim], minus[second_minus : second_minus + dim]
+                s = s_other = b2 = b2_other = gram = zero
+                for i in span(dim):
+                    r = running_sum[i] + sign * scratch[0, i] + sign_other * scratch[1, i]
+                    x = x_row[i] - x_minus[i]
+                    y = factor * (y_row[i] - y_minus[i])
+                    running_sum[i] = r
+                    scratch[0, i] = x
+                    scratch[1, i] = y
+                    s += r * x
+                    s_other += r * y
+                    b2 += x * x
+                    b2_other += y * y
+                    gram += x * y
+                k, other = turn * workers + worker, turn * workers + partner
+                first_counts, second_counts = b2 < np.inf, b2_other < np.inf
+                sign = one if not first_counts or s <= thresholds[k] else -one
+                if first_counts and second_counts:
                     s_other += sign * gram
-            else:
-                scratch[0, :] = zero
-            if b2_other < np.inf:
-                sign_other = one if s_other <= thresholds[other] else -one
-            else:
-                scratch[1, :] = zero
-            products[other], lengths[other], signs[other] = s_other, b2_other, sign_other
-            products[k], lengths[k], signs[k] = s, b2, sign
+                sign_other = one if not second_counts or s_other <= thresholds[other] else -one
+                if not first_counts:
+                    scratch[0, :] = zero
+                if not second_counts:
+                    scratch[1, :] = zero
+                # The first last: without a partner, what has been found of one is to be overwritten.
+                decided[0, other], decided[0, k] = sign_other, sign
+                decided[1, other], decided[1, k] = sign_other * second_counts, sign * first_counts
+                decided[2, other], decided[2, k] = s_other if second_counts else zero, s if first_counts else zero
+                decided[3, other], decided[3, k] = b2_other if second_counts else zero, b2 if first_counts else zero
         for i in span(dim):
             running_sum[i] += sign * scratch[0, i] + sign_other * scratch[1, i]
 

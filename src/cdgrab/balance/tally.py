@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cdgrab.balance.rules import FloatArray
 
-_MANY = 1024  # pieces on a device that are joined, so that an epoch does not leave thousands of tiny ones
+_MANY = 1024  # pieces that are joined, so that an epoch does not leave thousands of tiny ones
 
 
 @dataclass
@@ -25,22 +25,19 @@ class Tally:
     sum_lengths: float = 0.0
 
     def __post_init__(self) -> None:
-        self._late: list[Tensor] = []
+        self._waiting: list[FloatArray] = []  # counted together: that is a dozen calls, which small rows would notice
+        self._late: list[Tensor] = []  # likewise, on a device, and later than those that wait
 
-    def add(self, signs_K: FloatArray, weights_K: FloatArray, s_K: FloatArray, lengths_K: FloatArray) -> None:
-        """Count rows: `||r + e d||^2 = ||r||^2 + 2 e <r, d> + ||d||^2`. A row of weight 0 was not finite."""
-        norm2_K = self.norm2 + np.cumsum(2 * weights_K * s_K + lengths_K)
-        self.rows += len(signs_K)
-        self.flipped += int(np.count_nonzero(signs_K < 0))
-        self.nonfinite += int(np.count_nonzero(weights_K == 0))
-        self.sum_lengths += float(lengths_K.sum())
-        self.norm2 = float(norm2_K[-1])
-        self.max_norm2 = max(self.max_norm2, float(norm2_K.max()))
+    def add(self, decided_4K: FloatArray) -> None:
+        """Count rows: signs, weights (0 for a row that was not finite), inner products, squared lengths."""
+        self._waiting.append(decided_4K)
+        if len(self._waiting) > _MANY:
+            self._count()
 
     def add_decided(self, decided_4K: Tensor) -> None:
         """Count what `tables.decide` returned; on a GPU it is brought over when somebody asks, not before."""
         if decided_4K.device.type == "cpu":
-            self.add(*decided_4K.numpy())
+            self.add(decided_4K.numpy())
             return
         self._late.append(decided_4K)
         if len(self._late) > _MANY:
@@ -50,5 +47,20 @@ class Tally:
         """With everything counted."""
         if self._late:
             late, self._late = self._late, []
-            self.add(*torch.cat(late, dim=1).cpu().numpy())
+            self._waiting.append(torch.cat(late, dim=1).cpu().numpy())
+        self._count()
         return self
+
+    def _count(self) -> None:
+        """`||r + e d||^2 = ||r||^2 + 2 e <r, d> + ||d||^2`. Summed one by one, however many are counted together."""
+        if not self._waiting:
+            return
+        signs_K, weights_K, s_K, lengths_K = np.concatenate(self._waiting, axis=1)
+        self._waiting = []
+        norm2_K = np.cumsum(np.concatenate([[self.norm2], 2 * weights_K * s_K + lengths_K]))
+        self.rows += len(signs_K)
+        self.flipped += int(np.count_nonzero(signs_K < 0))
+        self.nonfinite += int(np.count_nonzero(weights_K == 0))
+        self.sum_lengths = float(np.cumsum(np.concatenate([[self.sum_lengths], lengths_K]))[-1])
+        self.norm2 = float(norm2_K[-1])
+        self.max_norm2 = max(self.max_norm2, float(norm2_K[1:].max(initial=0.0)))

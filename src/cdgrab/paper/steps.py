@@ -25,7 +25,7 @@ from cdgrab.hooks.rows import ExampleRows
 from cdgrab.paper.tasks.base import Problem
 
 _MOST_STEPS = 64
-_MOST_BYTES = {"cpu": 1 << 24, "cuda": 1 << 33}  # of rows that are collected
+_MOST_BYTES = {"cpu": 1 << 22, "cuda": 1 << 33}  # of rows that are collected
 
 Batch = tuple[Tensor, ...]
 
@@ -89,6 +89,41 @@ class Collector:
             self._ordering.observe(short)
 
 
+class LateCollector:
+    """What several steps have kept, made into rows and handed to the ordering together.
+
+    Args:
+        ordering: Observes them.
+        rows: Makes them.
+        like_D: A row.
+    """
+
+    def __init__(self, ordering: Ordering, rows: Callable[..., Tensor], like_D: Tensor) -> None:
+        self._ordering, self._rows, self._like_D = ordering, rows, like_D
+        self._num, self._most = 0, 0  # units in a step, and steps that are collected
+        self._kept: list[Batch] = []
+        self._batches: list[Batch] = []
+
+    def keep(self, kept: Batch, batch: Batch) -> None:
+        """Take the next step."""
+        num = len(batch[0])
+        if num != self._num:  # the last batch of an epoch may be short
+            self.flush()
+            self._num, self._most = num, block_steps(num, self._like_D)
+        self._kept.append(kept)
+        self._batches.append(batch)
+        if len(self._kept) == self._most:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand over what waits."""
+        kept, batches = self._kept, self._batches
+        self._kept, self._batches = [], []
+        if kept:
+            steps = tuple(torch.stack(parts) for parts in zip(*kept, strict=True))
+            self._ordering.observe(self._rows(steps, *(torch.stack(parts) for parts in zip(*batches, strict=True))))
+
+
 def block_steps(num: int, like_D: Tensor) -> int:
     """How many steps of `num` rows are collected."""
     most = _MOST_BYTES[like_D.device.type] // max(1, num * like_D.nbytes)
@@ -129,9 +164,12 @@ class EagerSteps:
             self._gradient = self._in_closed_form
         elif one_by_one:
             self._gradient = self._unit_by_unit
+        self._late = problem.late if balanced else None
         if self._gradient != self._by_backward:
             self._flat_D = flat_gradients(self._parameters)
             self._collector = Collector(ordering, batch, self._flat_D)
+        if self._late is not None:
+            self._late_collector = LateCollector(ordering, self._late.rows, self._flat_D)
 
     @property
     def seconds_sorter(self) -> None:
@@ -151,7 +189,9 @@ class EagerSteps:
             fetching += time.perf_counter() - start
             self._gradient(batch)
             self._optimizer.step()
-        if self._gradient != self._by_backward:
+        if self._late is not None:
+            self._late_collector.flush()
+        elif self._gradient != self._by_backward:
             self._collector.flush()
         return fetching
 
@@ -161,8 +201,13 @@ class EagerSteps:
 
     def _in_closed_form(self, batch: Batch) -> None:
         assert self._problem.gradient is not None
-        place_ND = self._collector.place(len(batch[0])) if self._balanced else None
-        self._flat_D.copy_(self._problem.gradient(self._problem.model, *batch, rows=place_ND))
+        if self._late is not None:
+            found_D, kept = self._late.gradient(self._problem.model, *batch)
+            self._flat_D.copy_(found_D)
+            self._late_collector.keep(kept, batch)
+        else:
+            place_ND = self._collector.place(len(batch[0])) if self._balanced else None
+            self._flat_D.copy_(self._problem.gradient(self._problem.model, *batch, rows=place_ND))
         if self._ranks > 1:
             start = time.perf_counter()
             dist.all_reduce(self._flat_D)

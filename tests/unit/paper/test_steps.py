@@ -8,7 +8,7 @@ from torch import Tensor
 
 from _problems import PROBLEMS
 from cdgrab import Ordering, World
-from cdgrab.paper.steps import CapturedSteps, Collector
+from cdgrab.paper.steps import CapturedSteps, Collector, LateCollector
 from cdgrab.paper.tasks.base import Problem
 
 
@@ -52,20 +52,36 @@ def test_sketches_come_from_the_attachment() -> None:
     torch.testing.assert_close(rows, expected)
 
 
+class Listener:
+    """An ordering that remembers."""
+
+    def __init__(self) -> None:
+        self.heard: list[Tensor] = []
+
+    def observe(self, rows: Tensor) -> None:
+        self.heard += rows.clone().unbind()
+
+
+SIZES = [4] * 150 + [3] + [4] * 3  # more than are collected, then a short batch, then the next epoch
+
+
 def test_rows_are_handed_over_in_their_order_and_all_of_them() -> None:
-    class Listener:
-        def __init__(self) -> None:
-            self.heard: list[Tensor] = []
-
-        def observe(self, rows: Tensor) -> None:
-            self.heard += rows.clone().unbind()
-
     listener, like = Listener(), torch.zeros(5)
     collector = Collector(listener, 4, like)  # type: ignore[arg-type]
-    sizes = [4] * 150 + [3] + [4] * 3  # more than are collected, then a short batch, then the next epoch
-    for number, size in enumerate(sizes):
+    for number, size in enumerate(SIZES):
         collector.place(size).fill_(number)
     collector.flush()
     collector.flush()
-    assert [rows.shape for rows in listener.heard] == [(size, 5) for size in sizes]
-    assert [int(rows[0, 0]) for rows in listener.heard] == list(range(len(sizes)))
+    assert [rows.shape for rows in listener.heard] == [(size, 5) for size in SIZES]
+    assert [int(rows[0, 0]) for rows in listener.heard] == list(range(len(SIZES)))
+
+
+def test_late_rows_are_handed_over_in_their_order_and_all_of_them() -> None:
+    listener, like = Listener(), torch.zeros(5)
+    collector = LateCollector(listener, lambda kept, x: x * kept[0][:, None, None], like)  # type: ignore[arg-type]
+    for number, size in enumerate(SIZES):
+        collector.keep((torch.tensor(float(number)),), (torch.ones(size, 5),))
+    collector.flush()
+    collector.flush()
+    assert [rows.shape for rows in listener.heard] == [(size, 5) for size in SIZES]
+    assert [int(rows[0, 0]) for rows in listener.heard] == list(range(len(SIZES)))

@@ -85,6 +85,27 @@ def test_gradients_in_closed_form_equal_automatic_differentiation(name: str, var
         assert (row - expected).norm() <= 1e-9 * expected.norm()
 
 
+@pytest.mark.parametrize("name", ["hmda", "a9a"])
+def test_rows_made_late_are_those_made_at_once(name: str, tmp_path: Path) -> None:
+    problem = make(name, tmp_path)
+    assert problem.late is not None
+    assert problem.gradient is not None
+    optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.5)
+    kept, batches, at_once = [], [], []
+    for start in (0, 2, 4):  # weights change between steps
+        batch = tuple(part[start : start + 2] for part in problem.train)
+        at_once.append(problem.rows(*batch))
+        found, now = problem.late.gradient(problem.model, *batch)
+        assert torch.equal(found, problem.gradient(problem.model, *batch))
+        kept.append(now)
+        batches.append(batch)
+        parameter = next(problem.model.parameters())
+        parameter.grad = found.view_as(parameter)
+        optimizer.step()
+    steps, stacked = ([torch.stack(parts) for parts in zip(*lists, strict=True)] for lists in (kept, batches))
+    assert torch.equal(problem.late.rows(tuple(steps), *stacked), torch.stack(at_once))
+
+
 @pytest.mark.parametrize("name", BY_LAYERS)
 def test_rows_from_layers_equal_automatic_differentiation(name: str, tmp_path: Path) -> None:
     problem = make(name, tmp_path)

@@ -30,6 +30,23 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class LateRows:
+    """Rows made for many steps at once, from the little that a step keeps for them.
+
+    Where a step takes some microseconds, writing its own rows would be a good part of it.
+
+    Attributes:
+        gradient: `gradient(model, *batch)`: the same numbers as those of `Problem.gradient`, and a tuple of tensors to
+            be kept, which no later step changes.
+        rows: `rows(kept, *batch)`: gradients of units, `steps x units x dim`, the same numbers as those of
+            `Problem.gradient`. Whatever was kept, and the batches, have the steps as their first dimension.
+    """
+
+    gradient: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    rows: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
 class Problem:
     """A task whose data have been read and whose model has been made, on the CPU.
 
@@ -47,6 +64,7 @@ class Problem:
             order of `model.parameters()`, for models so small that automatic differentiation would be most of the
             time. If `rows` is given, `units x dim`, it is filled with the gradient of every unit. Tested against
             automatic differentiation.
+        late: The same with rows for many steps at once, if that is faster.
         minimum: Finds the smallest possible training loss, where it can be known.
         single_examples: Whether a unit is one example that layers see along their first dimension. If not, the
             gradient of a unit takes a backward pass of its own.
@@ -61,6 +79,7 @@ class Problem:
     data: str
     labels: Tensor | None = None
     gradient: Callable[..., Tensor] | None = None
+    late: LateRows | None = None
     minimum: Callable[[], float] | None = None
     single_examples: bool = True
 

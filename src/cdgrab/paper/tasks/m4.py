@@ -85,7 +85,8 @@ def _passed(model: Autoregressive, x: Tensor, y: Tensor) -> _Pass:
 def gradient(model: Autoregressive, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Tensor:
     """Of a window, a weight's gradient is one batched product over all six steps; of all windows, one product."""
     done = _passed(model, x, y)
-    windows = done.values.unfold(1, INPUTS, 1)[:, : y.shape[1]]
+    # Copied: products of overlapping windows would take four times as long.
+    windows = done.values.unfold(1, INPUTS, 1)[:, : y.shape[1]].contiguous()
     if rows is not None:
         parts = [
             torch.bmm(done.d_first_TNh.permute(1, 2, 0), windows).flatten(1),

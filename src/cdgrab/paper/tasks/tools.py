@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cdgrab.paper.tasks.base import Problem
+from cdgrab.paper.tasks.base import LateRows, Problem
 
 
 @contextmanager
@@ -88,16 +88,25 @@ def logistic_regression(
         found = F.binary_cross_entropy_with_logits(model(x)[:, 0], y)
         return found + l2 / 2 * next(model.parameters()).square().sum() if l2 else found
 
-    def gradient(model: nn.Module, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Tensor:
+    def slopes(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weight = next(model.parameters()).detach()[0]
         slope = torch.sigmoid(torch.mv(x, weight)).sub_(y)
         found = torch.mv(x.T, slope).div_(len(x))
+        return found.add_(weight, alpha=l2) if l2 else found, slope, weight
+
+    def scaled(kept: tuple[Tensor, ...], x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:  # noqa: ARG001
+        rows = torch.mul(x, kept[0][..., None], out=out)
+        return rows.add_(kept[1][..., None, :], alpha=l2) if l2 else rows
+
+    def gradient(model: nn.Module, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Tensor:
+        found, slope, weight = slopes(model, x, y)
         if rows is not None:
-            torch.mul(x, slope[:, None], out=rows)
-        if l2:
-            for part in (found,) if rows is None else (found, rows):
-                part.add_(weight, alpha=l2)
+            scaled((slope, weight), x, y, out=rows)
         return found
+
+    def late_gradient(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        found, slope, weight = slopes(model, x, y)
+        return found, (slope, weight.clone()) if l2 else (slope,)
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         with torch.no_grad():
@@ -118,6 +127,7 @@ def logistic_regression(
         data=data,
         labels=y.long(),
         gradient=gradient,
+        late=LateRows(late_gradient, scaled),
         minimum=lambda: smallest_logistic_loss(x, y, l2),
     )
 
