@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from cdgrab.ghost.records import MOST_NUMBERS_ON_GPU, Lookup, Matrix, Record, Rows
-
-_CACHED = 1 << 19  # numbers that a CPU keeps at hand
+from cdgrab.ghost.convolved import Convolved, Geometry, patches
+from cdgrab.ghost.records import Lookup, Matrix, Record, Rows
 
 Records = dict[str, Record]
 Handler = Callable[[Any, Tensor, Tensor, int], Records]
@@ -30,9 +29,9 @@ WHOLE = (nn.MultiheadAttention, nn.RNNBase)
 
 
 def linear(module: nn.Linear, x: Tensor, grad: Tensor, num: int) -> Records:
-    """Factors, or rows where these are smaller."""
+    """Factors."""
     a_NTp, b_NTq = _by_example(x, num), _by_example(grad, num)
-    return {"weight": Matrix(a_NTp, b_NTq).compact(), **_bias(module, b_NTq)}
+    return {"weight": Matrix(a_NTp, b_NTq), **_bias(module, b_NTq)}
 
 
 def convolution(module: nn.Conv1d | nn.Conv2d, x: Tensor, grad: Tensor, num: int) -> Records:  # noqa: ARG001
@@ -49,43 +48,14 @@ def convolution(module: nn.Conv1d | nn.Conv2d, x: Tensor, grad: Tensor, num: int
         )
     else:
         kernel, dilation, padding, stride = module.kernel_size, module.dilation, module.padding, module.stride
-    positions, p, q = grad[0, 0].numel(), x.shape[1] * math.prod(kernel), grad.shape[1]
-    where = (grad.shape[2:], kernel, dilation, padding, stride)
+    geometry = Geometry(tuple(grad.shape[2:]), kernel, dilation, padding, stride)
     weight: Record
     if module.groups > 1:
-        a = patches(x, *where).unflatten(1, (module.groups, -1))
+        a = patches(x, geometry).unflatten(1, (module.groups, -1))
         weight = Rows((grad.flatten(2).unflatten(1, (module.groups, -1)) @ a.mT).flatten(1))
-    elif p * q <= positions * (p + q):
-        # Some examples at a time: on a CPU their patches are still in cache when they are multiplied, a GPU has room.
-        some = max(1, (MOST_NUMBERS_ON_GPU if x.is_cuda else _CACHED) // (p * positions))
-        parts = zip(x.split(some), grad.split(some), strict=True)
-        weight = Rows(torch.cat([(b.flatten(2) @ patches(a, *where).mT).flatten(1) for a, b in parts]))
     else:
-        weight = Matrix(patches(x, *where).mT, grad.flatten(2).mT)
+        weight = Convolved(x, grad, geometry)
     return {"weight": weight, **({} if module.bias is None else {"bias": Rows(grad.flatten(2).sum(2))})}
-
-
-def patches(x: Tensor, outputs: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Tensor:
-    """`F.unfold` for a layer whose `outputs` are so high and wide, `N x p x T`, in one copy.
-
-    It takes a third of the time of `F.unfold` itself on a CPU; on a GPU that one goes example by example.
-    """
-    if any(padding):
-        x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
-    x = x.contiguous()
-    (num, channels), (of_example, of_channel, of_line, of_column) = x.shape[:2], x.stride()
-    view = x.as_strided(
-        (num, channels, *kernel, *outputs),
-        (
-            of_example,
-            of_channel,
-            dilation[0] * of_line,
-            dilation[1] * of_column,
-            stride[0] * of_line,
-            stride[1] * of_column,
-        ),
-    )
-    return view.reshape(num, -1, math.prod(outputs))
 
 
 def embedding(module: nn.Embedding, x: Tensor, grad: Tensor, num: int) -> Records:

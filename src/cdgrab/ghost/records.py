@@ -8,6 +8,7 @@ Three forms cover every layer:
     Lookup   the same for an embedding, whose `a` says which row of the table was used
     Rows     the gradients themselves, where they are small, or where there is no other way
 
+Convolutions (`convolved.py`) have a form of their own, until it is known what is wanted of them.
 A difference of two gradients has the factors of both (`Pair`).
 
 Shapes: `N` examples, `T` positions, `p` inputs, `q` outputs of a layer.
@@ -47,6 +48,9 @@ class Record(Protocol):
     def rows(self) -> Tensor:
         """`N x numel`: the gradients, written out."""
 
+    def compact(self) -> Record:
+        """What is worth keeping of it: as rows, if these take fewer numbers."""
+
     def products(self, r: Tensor) -> tuple[Tensor, Tensor]:
         """`N x N` inner products with each other; `N` with `r`, which has the shape of the parameter."""
 
@@ -75,6 +79,9 @@ class Rows:
 
     def rows(self) -> Tensor:
         return self.rows_ND
+
+    def compact(self) -> Rows:
+        return self
 
     def products(self, r: Tensor) -> tuple[Tensor, Tensor]:
         return self.rows_ND @ self.rows_ND.T, self.rows_ND @ r.reshape(-1)
@@ -107,7 +114,6 @@ class Matrix:
         return (self.b_NTq.mT @ self.a_NTp).flatten(1)
 
     def compact(self) -> Matrix | Rows:
-        """As rows, if these take fewer numbers than the factors."""
         (_, positions, p), q = self.a_NTp.shape, self.b_NTq.shape[2]
         return Rows(self.rows()) if p * q <= positions * (p + q) else self
 
@@ -155,6 +161,9 @@ class Pair:
 
     def rows(self) -> Tensor:
         return self._rows(0, self.first.b_NTq.shape[2])
+
+    def compact(self) -> Pair:
+        return self
 
     def prefers_factors(self) -> bool:
         """Whether inner products of factors cost less than forming rows and multiplying these."""
@@ -237,6 +246,9 @@ class Lookup:
 
     def rows(self) -> Tensor:
         return self._dense(self.index_NT, self.num_rows).flatten(1)
+
+    def compact(self) -> Lookup:
+        return self
 
     def add_rows(self, place_ND: Tensor) -> None:
         """Add to rows that are columns of a larger tensor."""

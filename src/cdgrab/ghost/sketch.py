@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cdgrab.ghost.convolved import Convolved
 from cdgrab.ghost.records import Lookup, Matrix, Record
 from cdgrab.units import generator
 
@@ -54,18 +55,42 @@ class Sketcher:
         self._length = _shares(shapes, length)
         self._projections: dict[Side, Tensor] = {}
         self._moments: dict[Side, Tensor] = {}
+        self._taken: dict[str, Tensor] = {}  # parts of the rows of a batch under way
 
     def __call__(self, records: dict[str, Record], epoch: int) -> Tensor:
-        """Rows of a batch that belongs to `epoch`."""
-        like = next(iter(records.values())).tensors[-1]
-        self.begin(epoch, like)
-        parts = []
-        for name in self._shapes:
-            if name in records:
-                parts.append(self._short(name, records[name], self._gathering))
-            else:
-                parts.append(like.new_zeros(len(like), math.prod(self._sizes(name))))
+        """Rows of a batch that belongs to `epoch`, from what has been taken of it and the rest, `records`."""
+        self.take_late({name: [record] for name, record in records.items()}, epoch)
+        taken, self._taken = self._taken, {}
+        like = next(iter(taken.values()))
+        parts = [
+            taken[name] if name in taken else like.new_zeros(len(like), math.prod(self._sizes(name)))
+            for name in self._shapes
+        ]
         return torch.cat(parts, dim=1)
+
+    def take(self, name: str, record: Record, epoch: int) -> bool:
+        """Shorten a record of the batch under way, as soon as it is there; nothing of it need be kept then.
+
+        Returns:
+            Whether that was done. With the first batch of an epoch it is not: before it, projections may be fitted,
+            for which ranks meet.
+        """
+        if epoch != self._epoch:
+            return False
+        short_Nk = self._short(name, record, self._gathering)
+        self._taken[name] = self._taken[name] + short_Nk if name in self._taken else short_Nk
+        return True
+
+    def take_late(self, records: dict[str, list[Record]], epoch: int) -> None:
+        """Shorten what has been kept, once the batch is complete; where one epoch ends, begin the next."""
+        for name, parts in records.items():
+            self.begin(epoch, parts[0].tensors[-1])
+            for record in parts:
+                self.take(name, record, epoch)
+
+    def drop(self) -> None:
+        """The batch under way broke off."""
+        self._taken.clear()
 
     def begin(self, epoch: int, like: Tensor) -> bool:
         """Go on to `epoch`, if it is another one, with `like` for the device and type of projections.
@@ -90,10 +115,14 @@ class Sketcher:
         return self._fitted and self._epoch % self._refresh == 0
 
     def _short(self, name: str, record: Record, gathering: bool) -> Tensor:
-        sizes = self._sizes(name)
+        sizes, (q, p) = self._sizes(name), self._sides(name)
         if math.prod(sizes) == self._shapes[name].numel():
             return record.rows()
-        q, p = self._sides(name)
+        if isinstance(record, Convolved) and not gathering and not record.x.is_cuda:  # measured on CPUs only
+            channel_kq = None if sizes[0] == q else self._projection((name, "b"), sizes[0], q, record.grad)
+            return record.projected(self._projection((name, "a"), sizes[1], p, record.x), channel_kq).flatten(1)
+        if gathering or not isinstance(record, Matrix):
+            record = record.compact()  # directions of rows, where there are rows, are the better ones
         if isinstance(record, Lookup):
             a_NTp = record.b_NTq
             b_NTk = self._projection((name, "b"), sizes[0], q, a_NTp).T[record.index_NT]

@@ -124,7 +124,8 @@ class ExampleAttachment:
 
             def on_grad(grad: Tensor, place: int) -> None:
                 self._queue()
-                if not any(known is not None for known in call.grads):
+                if not any(known is call for known in self._calls):  # of another pass, they count no more
+                    call.grads = [None] * len(outputs)
                     self._calls.append(call)
                 call.grads[place] = grad
 
@@ -159,7 +160,9 @@ class ExampleAttachment:
                     num = self._count(layer, grad)
                     wide = torch.promote_types(grad.dtype, torch.float32)
                     inputs = x if not x.is_floating_point() else x.to(wide)
-                    self._keep(layer, handler(module, inputs, grad.to(wide), num), num)
+                    # The first pass is held against the gradients.
+                    records = handler(module, inputs, grad.to(wide), num)
+                    self._keep(layer, records, num, whole=self._expected is not None)
 
             # An operation in place gives a view another history, and the hook would never be called.
             base = output._base if output._is_view() else None
@@ -173,11 +176,16 @@ class ExampleAttachment:
             # If a pass before broke off, what it left is not to be mixed with what comes.
             self._records.clear()
             self._calls.clear()
+            self._drop()
             self._accumulated = False
             if self._expected is not None:
                 self._expected.clear()
             self._task = task
             Variable._execution_engine.queue_callback(self._on_end_of_backward)
+
+    def _drop(self) -> None:
+        if self.sketcher is not None:
+            self.sketcher.drop()
 
     def _count(self, layer: Layer, grad: Tensor) -> int:
         """How many examples there are; every layer must have them along its first dimension."""
@@ -185,7 +193,8 @@ class ExampleAttachment:
         check_count(layer, grad.shape, num)
         return num
 
-    def _keep(self, layer: Layer, records: Records, num: int) -> None:
+    def _keep(self, layer: Layer, records: Records, num: int, *, whole: bool) -> None:
+        """For the end of the pass; short, if that is what will be wanted, unless they must be `whole`."""
         # The mean over fewer examples gives each of them more weight.
         share = num / self._ordering.batch_size if self._mean else 1.0
         for key, record in records.items():
@@ -198,7 +207,11 @@ class ExampleAttachment:
                     "detach(), and attach the model again"
                 )
             name = self._names[layer.name, key]
-            self._records[name].append(record if share == 1 else record.scaled(share))
+            record = record if share == 1 else record.scaled(share)
+            if self.sketcher is None:
+                self._records[name].append(record.compact())
+            elif whole or not self.sketcher.take(name, record, self._ordering.epoch):
+                self._records[name].append(record)
 
     def _on_end_of_backward(self) -> None:
         self._task = None
@@ -206,6 +219,7 @@ class ExampleAttachment:
         taken, self._records = self._records, defaultdict(list)
         expected, self._expected = self._expected, None if self._accumulated else self._expected
         if not self._accumulated:
+            self._drop()
             return  # somebody asked for gradients of something else, with torch.autograd.grad
         if self._forwards and self._forwards == self._forwards_before:
             raise ValueError(
@@ -220,13 +234,18 @@ class ExampleAttachment:
                 for call in calls:
                     num = self._count(call.layer, next(grad for grad in call.grads if grad is not None))
                     rows = differentiated(call.layer.module, call.args, call.kwargs, call.grads, num)
-                    self._keep(call.layer, rows, num)
+                    self._keep(call.layer, rows, num, whole=expected is not None)
             finally:
                 self._differentiating = False
                 self._records = defaultdict(list)
-            records = {name: total(parts) for name, parts in taken.items()}
+            records = {}
+            if self.sketcher is None or expected is not None:
+                records = {name: total([record.compact() for record in parts]) for name, parts in taken.items()}
             if expected is not None:
                 self._check(records, expected)
+            if self.sketcher is not None:
+                self.sketcher.take_late(taken, self._ordering.epoch)
+                records = {}
             self.consume(records, self._shapes)
 
     def _check(self, records: dict[str, Record], expected: dict[str, Tensor]) -> None:

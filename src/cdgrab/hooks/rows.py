@@ -117,4 +117,5 @@ def _records(use: _Use, grads: list[Tensor | None], num: int) -> Records:
     if handler is None:
         return differentiated(module, use.args, use.kwargs, grads, num)
     given = use.args[0] if use.args else next(iter(use.kwargs.values()))
-    return handler(module, widened(given), widened(some), num)
+    found = handler(module, widened(given), widened(some), num)
+    return {key: record.compact() for key, record in found.items()}

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from _inputs import randn
 from _models import MODELS, build, one_by_one
-from cdgrab.ghost.layers import patches
+from cdgrab.ghost.convolved import Geometry, patches
 from cdgrab.hooks.rows import ExampleRows
 
 
@@ -105,7 +105,8 @@ def test_patches(
     x = randn(2, 3, 8, 9)
     outputs = F.conv2d(x, randn(4, 3, *kernel), None, stride, padding, dilation).shape[2:]
     expected = F.unfold(x, kernel, dilation, padding, stride)
-    assert torch.equal(patches(x, outputs, kernel, dilation, padding, stride), expected)
-    assert torch.equal(patches(x.mT.contiguous().mT, outputs, kernel, dilation, padding, stride), expected)
-    part = patches(torch.cat([x, x])[2:], outputs, kernel, dilation, padding, stride)  # not where its memory begins
+    geometry = Geometry(tuple(outputs), kernel, dilation, padding, stride)
+    assert torch.equal(patches(x, geometry), expected)
+    assert torch.equal(patches(x.mT.contiguous().mT, geometry), expected)
+    part = patches(torch.cat([x, x])[2:], geometry)  # not where its memory begins
     assert torch.equal(part, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from _models import MODELS, build, recorded
 from cdgrab import Ordering, World
+from cdgrab.ghost.convolved import Convolved
+from cdgrab.ghost.layers import convolution
 from cdgrab.ghost.records import written_out
 from cdgrab.ghost.sketch import Sketcher
 from cdgrab.hooks.ghost import ExampleAttachment
@@ -118,3 +121,43 @@ def test_sequences_of_any_length(fitted: bool) -> None:
         b, a = (sketcher._projections["weight", side] for side in "ba")
         expected = b @ written_out(records, shapes).view(4, 16, 16) @ a.T
         torch.testing.assert_close(rows, expected.flatten(1))
+
+
+@pytest.mark.parametrize("fitted", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_records_are_shortened_as_they_come(name: str, fitted: bool) -> None:
+    """The first pass is kept whole, to be checked; later ones are shortened layer by layer. The rows are the same."""
+    model, x, y = build(name, 6)
+    ordering = Ordering(18, batch_size=6, unit_size=1, order="rr")
+    ordering.attach(model, source="sketch", length=60, fitted=fitted)
+    attachment: Any = ordering._attachment
+    found: list[torch.Tensor] = []
+    attachment.consume = lambda records, shapes: found.append(attachment.sketcher(records, 0))
+    for _ in range(3):
+        loss = cross_entropy(model(x), y)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        torch.autograd.grad(loss, trained, retain_graph=True)  # counts as no batch, and leaves nothing
+        loss.backward()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+    ordering.detach()
+    records, shapes = recorded(model, x, y)
+    expected = Sketcher(shapes, 60, fitted=fitted)({key: record.scaled(1 / 6) for key, record in records.items()}, 0)
+    torch.testing.assert_close(found[0], expected)
+
+
+def test_a_convolution_is_projected_without_its_rows() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 8, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)).double()
+    x = torch.randn(5, 3, 9, 10, dtype=torch.float64)
+    grad = torch.randn_like(model(x))
+    record: Any = convolution(model, x, grad, 5)["weight"]
+    rows = torch.stack([torch.autograd.grad(model(x[i : i + 1]), model.weight, grad[i : i + 1])[0] for i in range(5)])
+    torch.testing.assert_close(record.rows(), rows.flatten(1))
+    for length in (8, 30, 60):
+        sketcher = Sketcher({"weight": model.weight.shape}, length, fitted=False)
+        with mock.patch.object(Convolved, "compact", side_effect=AssertionError("rows were written")):
+            short = sketcher({"weight": record}, 0)
+        b, a = (sketcher._projections.get(("weight", side), torch.eye(8).double()) for side in "ba")
+        torch.testing.assert_close(short, (b @ rows.flatten(2) @ a.T).flatten(1))
