@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cdgrab.paper.choices import command
 from cdgrab.paper.config import RunConfig
+from cdgrab.paper.interrupts import interruptible, stop_if_asked
 from cdgrab.paper.progress import Board
 from cdgrab.paper.records import EpochRecord, Run
 from cdgrab.paper.runner import Interrupted, Place, find_run, run
@@ -36,6 +37,7 @@ def run_all(
     with Board(console, todo) as board:
 
         def on_epoch(config: RunConfig, record: EpochRecord) -> None:
+            stop_if_asked()
             board.epoch(config, record)
             for write in [] if config in there else writers or []:
                 write(config, record)
@@ -68,13 +70,14 @@ def _side_by_side(
     context = mp.get_context("spawn")
     with context.Manager() as manager:
         news: Any = manager.Queue()
-        pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_interruptible)
+        pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=interruptible)
         futures: dict[RunConfig, Future[Run]] = {
             config: pool.submit(_work, config, place, news, os.getpid()) for config in todo
         }
         try:
             pending = set(futures)
             while pending:
+                stop_if_asked()
                 try:
                     on_epoch(*news.get(timeout=0.2))
                     continue
@@ -102,15 +105,11 @@ def _side_by_side(
         pool.shutdown()
 
 
-def _interruptible() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
 def _work(config: RunConfig, place: Place, news: Any, parent: int) -> Run:
     def tell(record: EpochRecord) -> None:
         if os.getppid() != parent:  # nobody waits for this run any more
             raise KeyboardInterrupt
+        stop_if_asked()
         news.put((config, record))
 
     return run(config, place, command=command(config), on_epoch=tell)

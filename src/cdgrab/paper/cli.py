@@ -7,9 +7,7 @@ cannot be (the message says what to do); 130 interrupted (what was done is saved
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +28,7 @@ from cdgrab.paper.compare import RIVAL
 from cdgrab.paper.compare import compare as compared
 from cdgrab.paper.config import RunConfig
 from cdgrab.paper.download import download as fetch
+from cdgrab.paper.interrupts import interruptible
 from cdgrab.paper.recipes import HERDING, HERDING_TITLE, RECIPES, find_recipe
 from cdgrab.paper.records import Run, load_all
 from cdgrab.paper.runner import Interrupted, Place, check_writable, estimate
@@ -356,8 +355,7 @@ def _main(
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; errors of the user's become one line and a status."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was done is saved
+    interruptible()
     try:
         return app(arguments, standalone_mode=True)
     except Interrupted as stopped:

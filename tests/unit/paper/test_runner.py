@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -19,6 +20,7 @@ import torch
 from cdgrab.paper import records, runner
 from cdgrab.paper.choices import Choices, command, resolve
 from cdgrab.paper.config import RunConfig
+from cdgrab.paper.interrupts import interruptible, stop_if_asked
 from cdgrab.paper.records import EpochRecord, load, load_all
 from cdgrab.paper.runner import Interrupted, Place, estimate, find_run, run
 from cdgrab.paper.steps import EagerSteps
@@ -208,6 +210,23 @@ def test_the_estimate_is_about_right(tmp_path: Path) -> None:
     told = estimate(config, place(tmp_path), seconds=0.5)
     taken = run(config, place(tmp_path)).epochs[-1].seconds
     assert taken / 5 < told < taken * 5  # a shared machine; an estimate off by the number of epochs would show
+
+
+def test_an_interruption_that_got_lost_is_remembered() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    try:
+        interruptible()
+        stop_if_asked()
+        for which in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(KeyboardInterrupt):  # as a callback's caller does
+                signal.raise_signal(which)
+            with pytest.raises(KeyboardInterrupt):
+                stop_if_asked()
+            interruptible()
+            stop_if_asked()
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
 
 
 @pytest.mark.parametrize(("how", "jobs"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])

@@ -1,0 +1,35 @@
+"""Ctrl-C that is not lost.
+
+Python raises `KeyboardInterrupt` wherever the program happens to be. In a callback, such as those of a garbage
+collector or a compiler, it is printed and forgotten, and the program goes on. So a request to stop is also remembered,
+and asked for after every epoch.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+_asked = False
+
+
+def interruptible() -> None:
+    """From now on Ctrl-C and a request to end mean the same in this process: save and stop."""
+    global _asked
+    _asked = False
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _ask)
+        signal.signal(signal.SIGTERM, _ask)
+
+
+def stop_if_asked() -> None:
+    """Raise `KeyboardInterrupt` if it was asked for and got lost."""
+    if _asked:
+        raise KeyboardInterrupt
+
+
+def _ask(*_: Any) -> None:
+    global _asked
+    _asked = True
+    raise KeyboardInterrupt
