@@ -73,12 +73,11 @@ class Sketcher:
 
         Returns:
             Whether that was done. With the first batch of an epoch it is not: before it, projections may be fitted,
-            for which ranks meet.
+            for which ranks meet. Nor is it while directions are gathered: what breaks off is not to count.
         """
-        if epoch != self._epoch:
+        if epoch != self._epoch or self._gathering:
             return False
-        short_Nk = self._short(name, record, self._gathering)
-        self._taken[name] = self._taken[name] + short_Nk if name in self._taken else short_Nk
+        self._add(name, record)
         return True
 
     def take_late(self, records: dict[str, list[Record]], epoch: int) -> None:
@@ -86,7 +85,7 @@ class Sketcher:
         for name, parts in records.items():
             self.begin(epoch, parts[0].tensors[-1])
             for record in parts:
-                self.take(name, record, epoch)
+                self._add(name, record)
 
     def drop(self) -> None:
         """The batch under way broke off."""
@@ -113,6 +112,10 @@ class Sketcher:
     @property
     def _gathering(self) -> bool:
         return self._fitted and self._epoch % self._refresh == 0
+
+    def _add(self, name: str, record: Record) -> None:
+        short_Nk = self._short(name, record, self._gathering)
+        self._taken[name] = self._taken[name] + short_Nk if name in self._taken else short_Nk
 
     def _short(self, name: str, record: Record, gathering: bool) -> Tensor:
         sizes, (q, p) = self._sizes(name), self._sides(name)
