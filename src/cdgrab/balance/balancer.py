@@ -17,9 +17,7 @@ from cdgrab.order.fill import SignArray
 
 Signs = SignArray | Tensor
 
-# On a CPU: rows up to this length go through a table, and rows from that one on occupy all cores.
-_TABLE_PAYS = 1 << 11
-_ALL_CORES = 1 << 15
+_TABLE_PAYS = 1 << 11  # on a CPU rows up to this length go through a table
 
 
 def block_size(rows_KD: Tensor) -> int:
@@ -107,7 +105,7 @@ class Balancer:
         NumPy's calls cost less than PyTorch's, PyTorch's use all cores; hence one for rows up to a certain length and
         the other beyond.
         """
-        threads = rows_KD.shape[1] >= _ALL_CORES
+        threads = rows_KD.shape[1] >= compiled.ALL_CORES
         r_D = self.running_sum if threads else self.running_sum.numpy()
         row_D = self._scratch(1, rows_KD)[0] if threads else self._scratch(1, rows_KD)[0].numpy()
         rows = rows_KD if threads else rows_KD.numpy()

@@ -21,7 +21,7 @@ from cdgrab.balance.rules import FloatArray
 
 Array = npt.NDArray[Any]
 
-_ALL_CORES = 1 << 15  # rows from this length on occupy them
+ALL_CORES = 1 << 15  # rows from this length on occupy them
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def turn_signs(
     decided_4K = np.zeros((4, turns * workers))
     (rows, rows_turn, rows_worker), (minus, minus_turn, minus_worker) = _laid_out(rows_mWD), _laid_out(minus_mWD)
     strides = (rows_turn, rows_worker, minus_turn, minus_worker)
-    kernel = _difference_kernel(dim >= _ALL_CORES and _use_threads(torch.get_num_threads()))
+    kernel = _difference_kernel(dim >= ALL_CORES and _use_threads(torch.get_num_threads()))
     kernel(rows, minus, strides, workers, scratch_2D, running_sum_D, thresholds_K, decided_4K)
     return decided_4K
 

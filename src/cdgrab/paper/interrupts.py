@@ -15,7 +15,10 @@ _asked = False
 
 
 def interruptible() -> None:
-    """From now on Ctrl-C and a request to end mean the same in this process: save and stop."""
+    """From now on Ctrl-C and a request to end mean the same in this process: save and stop.
+
+    Also where a script has started it in the background, for which shells have it ignore Ctrl-C.
+    """
     global _asked
     _asked = False
     if threading.current_thread() is threading.main_thread():

@@ -12,16 +12,6 @@ from cdgrab.balance.blocked import block_signs
 from cdgrab.balance.rules import Greedy
 
 
-@pytest.fixture(params=["table", "compiled"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of deciding signs on a CPU."""
-    if request.param == "table":
-        monkeypatch.setattr(compiled, "available", lambda: False)
-    elif not compiled.available():
-        pytest.skip("numba is not installed")
-    return str(request.param)
-
-
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize(("num_rows", "dim"), [(1, 1), (7, 3), (64, 19), (200, 19), (130, 500), (40, 5000)])

@@ -12,10 +12,11 @@ from torch import Tensor
 from _asserts import assert_follows_the_rule
 from _inputs import randn
 from cdgrab import Ordering, World
-from cdgrab.balance import compiled
 from cdgrab.balance.balancer import Balancer, Signs
 from cdgrab.balance.rules import Greedy
 from cdgrab.decisions import Decisions
+
+pytestmark = pytest.mark.usefixtures("engine")
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "turns": lambda rows: rows.contiguous(),
@@ -24,15 +25,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns first": lambda rows: rows.permute(2, 0, 1).contiguous().permute(1, 2, 0),
     "padded": lambda rows: torch.nn.functional.pad(rows, (3, 5))[..., 3:-5],
 }
-
-
-@pytest.fixture(autouse=True, params=["compiled", "row by row"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "row by row":
-        monkeypatch.setattr(compiled, "available", lambda: False)
-    elif not compiled.available():
-        pytest.skip("numba is not installed")
-    return str(request.param)
 
 
 def signs_of(rows: Tensor, minus: Tensor, at_a_time: int = 10**6) -> tuple[Signs, Balancer]:
