@@ -101,12 +101,7 @@ def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, wei
 
 def takes_blocks(rows_mWD: Tensor, minus_mWD: Tensor) -> bool:
     """Whether `balance_blocks` is the way for these rows: longer ones are better read in few passes."""
-    return (
-        rows_mWD.is_cuda
-        and rows_mWD.shape[2] < LONG_ON_GPU
-        and all(part.dtype == torch.float32 and part.stride(2) == 1 for part in (rows_mWD, minus_mWD))
-        and _has_triton()
-    )
+    return rows_mWD.shape[2] < LONG_ON_GPU and takes_triton(rows_mWD, minus_mWD)
 
 
 def balance_blocks(rows_mWD: Tensor, minus_mWD: Tensor, running_sum_D: Tensor, rule: Rule) -> Tensor:
@@ -178,13 +173,12 @@ def _has_triton() -> bool:
     return (int(major), int(minor)) >= (3, 3)
 
 
+def takes_triton(*tensors: Tensor) -> bool:
+    """Whether kernels can take what these tensors hold."""
+    return all(t.is_cuda and t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors) and _has_triton()
+
+
 def _triton(rows_KD: Tensor, minus_KD: Tensor | None) -> bool:
-    """Whether the kernels can take these rows."""
+    """Whether the kernels for tables can take these rows."""
     tensors = [rows_KD] if minus_KD is None else [rows_KD, minus_KD]
-    return (
-        rows_KD.is_cuda
-        and rows_KD.shape[0] <= 64
-        and rows_KD.shape[1] > 0
-        and all(tensor.dtype == torch.float32 and tensor.stride(1) == 1 for tensor in tensors)
-        and _has_triton()
-    )
+    return rows_KD.shape[0] <= 64 and rows_KD.shape[1] > 0 and takes_triton(*tensors)

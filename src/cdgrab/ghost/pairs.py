@@ -6,11 +6,12 @@ Turns are all alike, so there they are recorded once, as CUDA graphs, and replay
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from cdgrab.ghost.graphs import at_home, copy_all, recording
 from cdgrab.ghost.records import Lookup, Record, subtracted
 
 Batch = dict[str, Record]  # by the name of the parameter
@@ -94,17 +95,15 @@ class ReplayedPairs:
 
     def _record(self, running_sum: dict[str, Tensor], stream: torch.cuda.Stream) -> None:
         pairs: Pairs | None = None
-        # Other threads, such as a loader's, may do what they like meanwhile.
-        how: dict[str, Any] = {"stream": stream, "capture_error_mode": "thread_local"}
         pool = torch.cuda.graph_pool_handle()
         while pairs is None or len(self._graphs) < len(pairs):
             tables, adds = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(tables, pool=pool, **how):
+            with recording(tables, stream, pool):
                 if pairs is None:
                     pairs = Pairs(difference(self.first, self.second), running_sum)
                 table_KK1 = pairs.table(len(self._graphs))
             weights_K = torch.zeros_like(table_KK1[:, 0])
-            with torch.cuda.graph(adds, pool=pool, **how):
+            with recording(adds, stream, pool):
                 pairs.add(len(self._graphs), weights_K)
             self._graphs.append((tables, table_KK1, adds, weights_K))
 
@@ -113,14 +112,9 @@ class ReplayedPairs:
 
     def take(self, batch: Batch, into: Batch) -> None:
         """Copy the records of a turn to `first` or `second`."""
-        pairs = [
-            (there, here)
-            for name, record in into.items()
-            for there, here in zip(record.tensors, batch[name].tensors, strict=True)
-        ]
-        for dtype in {there.dtype for there, _ in pairs}:  # in one launch, if they are of one type
-            some = [pair for pair in pairs if pair[0].dtype == dtype]
-            torch._foreach_copy_([there for there, _ in some], [here for _, here in some])
+        copy_all(
+            both for name, record in into.items() for both in zip(record.tensors, batch[name].tensors, strict=True)
+        )
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -160,7 +154,4 @@ def _signature(batch: Batch) -> list[object]:
 
 
 def _copied(batch: Batch) -> Batch:
-    return {
-        name: record.like(tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in record.tensors))
-        for name, record in batch.items()
-    }
+    return {name: record.like(tuple(map(at_home, record.tensors))) for name, record in batch.items()}

@@ -56,6 +56,7 @@ class Sketcher:
         self._projections: dict[Side, Tensor] = {}
         self._moments: dict[Side, Tensor] = {}
         self._taken: dict[str, Tensor] = {}  # parts of the rows of a batch under way
+        self.version = 0  # counts how often projections have been replaced
 
     def __call__(self, records: dict[str, Record], epoch: int) -> Tensor:
         """Rows of a batch that belongs to `epoch`, from what has been taken of it and the rest, `records`."""
@@ -75,10 +76,23 @@ class Sketcher:
             Whether that was done. With the first batch of an epoch it is not: before it, projections may be fitted,
             for which ranks meet. Nor is it while directions are gathered: what breaks off is not to count.
         """
-        if epoch != self._epoch or self._gathering:
+        if not self.settled(epoch):
             return False
         self._add(name, record)
         return True
+
+    def settled(self, epoch: int) -> bool:
+        """Whether records of a batch of `epoch` are shortened as they come (`take`), all in the same way."""
+        return epoch == self._epoch and not self._gathering
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """What has been taken of the batch under way, by parameter; to be replaced by the same found in other ways."""
+        return self._taken
+
+    @parts.setter
+    def parts(self, parts: dict[str, Tensor]) -> None:
+        self._taken = parts
 
     def take_late(self, records: dict[str, list[Record]], epoch: int) -> None:
         """Shorten what has been kept, once the batch is complete; where one epoch ends, begin the next."""
@@ -129,19 +143,29 @@ class Sketcher:
         if isinstance(record, Lookup):
             a_NTp = record.b_NTq
             b_NTk = self._projection((name, "b"), sizes[0], q, a_NTp).T[record.index_NT]
-        else:
-            if isinstance(record, Matrix):
-                a_NTp, b_NTq = record.a_NTp, record.b_NTq
-            else:  # every output is a position of its own
-                a_NTp = record.rows().view(-1, q, p)
-                b_NTq = torch.eye(q, dtype=a_NTp.dtype, device=a_NTp.device).expand(len(a_NTp), q, q)
-            b_NTk = b_NTq @ self._projection((name, "b"), sizes[0], q, b_NTq).T
             if gathering:
-                self._gather((name, "b"), b_NTq if isinstance(record, Matrix) else a_NTp.mT)
-        if gathering:
-            self._gather((name, "a"), a_NTp)
-        a_NTk = a_NTp @ self._projection((name, "a"), sizes[1], p, a_NTp).T
-        return (b_NTk.mT @ a_NTk).flatten(1)
+                self._gather((name, "a"), a_NTp)
+        elif isinstance(record, Matrix):
+            a_NTp = record.a_NTp
+            b_NTk = self._shortened((name, "b"), record.b_NTq, sizes[0])
+            if gathering:
+                self._gather((name, "b"), record.b_NTq)
+                self._gather((name, "a"), a_NTp)
+        else:
+            rows_Nqp = record.rows().view(-1, q, p)
+            if gathering:
+                self._gather((name, "b"), rows_Nqp.mT)
+                self._gather((name, "a"), rows_Nqp)
+            right_Nqk = self._shortened((name, "a"), rows_Nqp, sizes[1])
+            if sizes[0] == q:
+                return right_Nqk.flatten(1)
+            return (self._projection((name, "b"), sizes[0], q, rows_Nqp) @ right_Nqk).flatten(1)
+        return (b_NTk.mT @ self._shortened((name, "a"), a_NTp, sizes[1])).flatten(1)
+
+    def _shortened(self, side: Side, vectors: Tensor, count: int) -> Tensor:
+        """Projected, unless nothing is given up on this side."""
+        width = vectors.shape[-1]
+        return vectors if count == width else vectors @ self._projection(side, count, width, vectors).T
 
     def _sides(self, name: str) -> tuple[int, int]:
         """A parameter as a matrix; one of a single dimension has one output."""
@@ -167,6 +191,7 @@ class Sketcher:
             self._projections[side] = torch.from_numpy(draws / math.sqrt(rows)).to(like)
         elif self._projections[side].device != like.device:
             self._projections[side] = self._projections[side].to(like.device)
+            self.version += 1
         return self._projections[side]
 
     def _gather(self, side: Side, vectors: Tensor) -> None:
@@ -182,6 +207,7 @@ class Sketcher:
     def _fit(self, like: Tensor) -> None:
         """Leading directions of what all ranks have gathered; rank 0 finds them for everyone."""
         moments, self._moments = self._moments, {}
+        self.version += 1
         for name in self._shapes:
             if math.prod(self._sizes(name)) == self._shapes[name].numel():
                 continue
@@ -212,6 +238,7 @@ class Sketcher:
         if state["length"] != self._length:
             raise ValueError("the state was taken with sketches of another length; attach the model with that length")
         self._epoch = state["epoch"]
+        self.version += 1
         self._projections = {side: tensor.clone() for side, tensor in state["projections"].items()}
         self._moments = {side: tensor.clone() for side, tensor in state["moments"].items()}
 

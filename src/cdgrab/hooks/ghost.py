@@ -6,6 +6,7 @@ gradients of all examples (`cdgrab.ghost`). What the loop does with the loss doe
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +22,13 @@ from cdgrab.ghost.layers import MIXES_EXAMPLES, Records, differentiated, handler
 from cdgrab.ghost.plan import Layer, check_count, check_mixing, check_sums, find_layers
 from cdgrab.ghost.records import Record, total
 from cdgrab.ghost.sketch import Sketcher
+from cdgrab.hooks.replayed import Parts, ReplayedParts, Seen, signature
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
+
+log = logging.getLogger("cdgrab")
+_MOST_BYTES = 1 << 30  # of what layers see in a pass that is copied to be replayed; larger models keep a GPU busy
 
 Consumer = Callable[[dict[str, Record], dict[str, torch.Size]], None]
 
@@ -82,18 +87,24 @@ class ExampleAttachment:
         self._expected: dict[str, Tensor] | None = {}  # gradients of the first pass, to hold the records against
         self._records: dict[str, list[Record]] = defaultdict(list)
         self._calls: list[_Call] = []
+        self.replays = sketcher is not None  # on a GPU, if passes are alike; may be switched off
+        self._seen: list[Seen] = []  # of the pass under way, to be looked at when it ends
+        self._bytes = 0  # of what layers saw in the first pass
+        self._alike: object = None  # what passes must have in common with the last one to be recorded
+        self._replayed: ReplayedParts | None = None  # such a pass, recorded
+        self._first_handles: list[Any] = []  # needed until the first pass has been checked
         self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
         for layer in self._layers:
             self._watch(layer)
         for name, parameter in trainable.items():
-            self._handles.append(parameter.register_hook(partial(self._on_parameter, name)))
+            self._first_handles.append(parameter.register_hook(partial(self._on_parameter, name)))
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_accumulated))
 
     def settle(self) -> None:
         pass
 
     def detach(self) -> None:
-        for handle in self._handles:
+        for handle in self._handles + self._first_handles:
             handle.remove()
 
     def _before_forward(self, *_: Any) -> None:
@@ -136,15 +147,13 @@ class ExampleAttachment:
         return after
 
     def _after_known(self, layer: Layer) -> Callable[..., None]:
-        handler = handler_of(layer.module)
-        assert handler is not None
-
         def after(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
             if self._differentiating or not output.requires_grad:
                 return
             given = args[0] if args else next(iter(kwargs.values()))
-            # What comes from outside may be a buffer that is filled again before the pair is complete.
-            x = given.detach() if given.requires_grad else given.clone()
+            # What comes from outside may be a buffer that is filled again before the pair is complete. A sketch does
+            # not wait for it.
+            x = given.detach() if given.requires_grad or self.sketcher is not None else given.clone()
             version, shape = x._version, output.shape
 
             def on_grad(grad: Tensor) -> None:
@@ -156,13 +165,13 @@ class ExampleAttachment:
                         "in place"
                     )
                 with torch.no_grad():
-                    grad = grad.reshape(shape)
-                    num = self._count(layer, grad)
-                    wide = torch.promote_types(grad.dtype, torch.float32)
-                    inputs = x if not x.is_floating_point() else x.to(wide)
-                    # The first pass is held against the gradients.
-                    records = handler(module, inputs, grad.to(wide), num)
-                    self._keep(layer, records, num, whole=self._expected is not None)
+                    seen = Seen(layer, x, grad.reshape(shape))
+                    if self._expected is not None:
+                        self._bytes += seen.nbytes
+                    if self._defers(grad):
+                        self._seen.append(seen)
+                    else:
+                        self._take(seen)
 
             # An operation in place gives a view another history, and the hook would never be called.
             base = output._base if output._is_view() else None
@@ -176,12 +185,58 @@ class ExampleAttachment:
             # If a pass before broke off, what it left is not to be mixed with what comes.
             self._records.clear()
             self._calls.clear()
+            self._seen.clear()
             self._drop()
             self._accumulated = False
             if self._expected is not None:
                 self._expected.clear()
             self._task = task
             Variable._execution_engine.queue_callback(self._on_end_of_backward)
+
+    def _take(self, seen: Seen) -> None:
+        """The records of a known layer."""
+        handler, grad = handler_of(seen.layer.module), seen.grad
+        assert handler is not None
+        num = self._count(seen.layer, grad)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        inputs = seen.x if not seen.x.is_floating_point() else seen.x.to(wide)
+        # The first pass is held against the gradients.
+        self._keep(seen.layer, handler(seen.layer.module, inputs, grad.to(wide), num), whole=self._expected is not None)
+
+    def _defers(self, grad: Tensor) -> bool:
+        """Whether a pass is looked at when it ends, all at once, to be replayed."""
+        return (
+            self.replays
+            and grad.is_cuda
+            and self._expected is None
+            and self._bytes <= _MOST_BYTES
+            and self.sketcher is not None
+            and self.sketcher.settled(self._ordering.epoch)
+            and not torch.cuda.is_current_stream_capturing()  # somebody records the whole step
+        )
+
+    def _parts(self, seen: list[Seen]) -> Parts:
+        """Of the rows of a pass: replayed, if there has been one like it before."""
+        assert self.sketcher is not None
+        alike = (self.sketcher.version, signature(seen))
+        if alike != self._alike:
+            self._alike, self._replayed = alike, None
+            return self._made(seen)
+        if self._replayed is None and self.replays:
+            try:
+                self._replayed = ReplayedParts(seen, self._made)
+            except RuntimeError as error:  # too little memory, or something CUDA does not record
+                self.replays = False
+                log.warning("sketches cannot be recorded as a CUDA graph, and are made without: %s", error)
+        return self._made(seen) if self._replayed is None else self._replayed(seen)
+
+    def _made(self, seen: list[Seen]) -> Parts:
+        assert self.sketcher is not None
+        with torch.autocast(seen[0].grad.device.type, enabled=False):  # as in hooks
+            for one in seen:
+                self._take(one)
+        parts, self.sketcher.parts = self.sketcher.parts, {}
+        return parts
 
     def _drop(self) -> None:
         if self.sketcher is not None:
@@ -193,10 +248,10 @@ class ExampleAttachment:
         check_count(layer, grad.shape, num)
         return num
 
-    def _keep(self, layer: Layer, records: Records, num: int, *, whole: bool) -> None:
+    def _keep(self, layer: Layer, records: Records, *, whole: bool) -> None:
         """For the end of the pass; short, if that is what will be wanted, unless they must be `whole`."""
         # The mean over fewer examples gives each of them more weight.
-        share = num / self._ordering.batch_size if self._mean else 1.0
+        share = self._ordering._examples_due() / self._ordering.batch_size if self._mean else 1.0
         for key, record in records.items():
             parameter = getattr(layer.module, key, None) if "." not in key else layer.module.get_parameter(key)
             if parameter is None or not parameter.requires_grad:
@@ -216,6 +271,7 @@ class ExampleAttachment:
     def _on_end_of_backward(self) -> None:
         self._task = None
         calls, self._calls = self._calls, []
+        seen, self._seen = self._seen, []
         taken, self._records = self._records, defaultdict(list)
         expected, self._expected = self._expected, None if self._accumulated else self._expected
         if not self._accumulated:
@@ -228,13 +284,15 @@ class ExampleAttachment:
             )
         self._forwards_before = self._forwards
         with torch.no_grad():
+            if seen and self.sketcher is not None:
+                self.sketcher.parts = self._parts(seen)
             self._records = taken
             self._differentiating = True  # layers run again, and are not to be watched
             try:
                 for call in calls:
                     num = self._count(call.layer, next(grad for grad in call.grads if grad is not None))
                     rows = differentiated(call.layer.module, call.args, call.kwargs, call.grads, num)
-                    self._keep(call.layer, rows, num, whole=expected is not None)
+                    self._keep(call.layer, rows, whole=expected is not None)
             finally:
                 self._differentiating = False
                 self._records = defaultdict(list)
@@ -243,6 +301,8 @@ class ExampleAttachment:
                 records = {name: total([record.compact() for record in parts]) for name, parts in taken.items()}
             if expected is not None:
                 self._check(records, expected)
+                for handle in self._first_handles:
+                    handle.remove()
             if self.sketcher is not None:
                 self.sketcher.take_late(taken, self._ordering.epoch)
                 records = {}

@@ -55,8 +55,11 @@ class ExampleRows:
         for layer in find_layers(model):
             layer.module.register_forward_hook(self._after(layer), with_kwargs=True)
 
-    def __call__(self, loss: Callable[[], Tensor], num: int) -> Tensor:
-        """`num x dim`: what every example adds to the gradient of `loss()`, which calls the model once."""
+    def __call__(self, loss: Callable[[], Tensor], num: int, place_ND: Tensor | None = None) -> Tensor:
+        """`num x dim`: what every example adds to the gradient of `loss()`, which calls the model once.
+
+        Written into `place_ND`, if there is one.
+        """
         self._uses = []
         try:
             value = loss()
@@ -74,7 +77,9 @@ class ExampleRows:
                     parameter = dict(use.layer.module.named_parameters()).get(key)  # a norm may have no bias
                     if parameter is not None and parameter.requires_grad:
                         parts[self._names[id(parameter)]].append(record)
-            rows_ND = torch.empty(num, sum(self._sizes), dtype=self._dtype, device=value.device)
+            rows_ND = place_ND
+            if rows_ND is None:
+                rows_ND = torch.empty(num, sum(self._sizes), dtype=self._dtype, device=value.device)
             for name, place in zip(self._parameters, rows_ND.split(self._sizes, 1), strict=True):
                 write_rows(parts[name], place)
             if not self._checked:
@@ -117,5 +122,4 @@ def _records(use: _Use, grads: list[Tensor | None], num: int) -> Records:
     if handler is None:
         return differentiated(module, use.args, use.kwargs, grads, num)
     given = use.args[0] if use.args else next(iter(use.kwargs.values()))
-    found = handler(module, widened(given), widened(some), num)
-    return {key: record.compact() for key, record in found.items()}
+    return handler(module, widened(given), widened(some), num)  # as it is: rows are written in any case

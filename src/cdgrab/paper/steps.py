@@ -1,27 +1,23 @@
 """Ways to take a training step: the gradient of a batch goes to the optimizer, the rows of its units to the ordering.
 
-On the CPU a step is ordinary eager code. On a GPU most steps of these small models would be spent on launching kernels,
-so a whole step is captured once as a CUDA graph and replayed. Rows of several steps are collected and observed
-together: signs are not due before the end of the epoch.
+Here a step is ordinary eager code; on a GPU it is recorded (`captured.py`). Rows of several steps are collected and
+observed together: signs are not due before the end of the epoch.
 
-Shapes: `N` units in a batch, `D` parameters, `K` steps that are collected, `S` steps of an epoch.
+Shapes: `N` units in a batch, `D` parameters, `K` steps that are collected.
 """
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdgrab import Ordering
-from cdgrab.ghost.layers import widened
-from cdgrab.ghost.records import Record
-from cdgrab.hooks.rows import ExampleRows
 from cdgrab.paper.tasks.base import Problem
 
 _MOST_STEPS = 64
@@ -219,192 +215,6 @@ class EagerSteps:
         torch.mean(rows_ND, 0, out=self._flat_D)
 
 
-class CapturedSteps:
-    """The steps of one process on a GPU, each a replay of the same graph.
-
-    A short last batch, and everything before the first capture, runs eagerly through the same code. A model that the
-    ordering is attached to gives sketches, which are taken from the attachment and observed later.
-    """
-
-    def __init__(
-        self,
-        problem: Problem,
-        ordering: Ordering,
-        optimizer: torch.optim.Optimizer,
-        *,
-        batch: int,
-        balanced: bool,
-    ) -> None:
-        self._problem, self._ordering, self._optimizer = problem, ordering, optimizer
-        self._batch, self._balanced = batch, balanced
-        self._parameters = [p for p in problem.model.parameters() if p.requires_grad]
-        self._device = self._parameters[0].device
-        self._flat_D = flat_gradients(self._parameters)
-        self._attachment = cast("Any", ordering._attachment)  # makes sketches, if they are wanted
-        self._sketch_ND: Tensor | None = None  # of the last batch
-        if self._attachment is not None:
-            self._attachment.consume = self._take_sketch
-        elif balanced and problem.gradient is None and problem.single_examples:
-            self._example_rows = ExampleRows(problem.model)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._captured_at: list[float] = []
-        self._index_SN = torch.zeros(0, batch, dtype=torch.int64, device=self._device)
-        self._step = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._rows_ND: Tensor | None = None  # where the graph leaves those of its step
-        self._rows_KND = torch.zeros(0, 0, 0)
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self.seconds_exchange = self.seconds_fitting = 0.0
-
-    @property
-    def seconds_sorter(self) -> float:
-        """On the device, in the last epoch."""
-        torch.cuda.synchronize()
-        return sum(float(start.elapsed_time(end)) for start, end in self._events) / 1e3
-
-    def epoch(self, index_M: Tensor) -> float:
-        self._events = []
-        steps = len(index_M) // self._batch
-        waiting = 0
-        for _ in range(steps):
-            assert self._graph is not None
-            self._graph.replay()
-            if self._rows_ND is not None:
-                self._rows_KND[waiting].copy_(self._rows_ND)
-                waiting += 1
-                if waiting == len(self._rows_KND):
-                    self._observe(self._rows_KND)
-                    waiting = 0
-        if waiting:
-            self._observe(self._rows_KND[:waiting])
-        rest_n = index_M[steps * self._batch :]
-        if len(rest_n):
-            rows_ND = self._gradient(tuple(part.index_select(0, rest_n) for part in self._problem.train))
-            self._optimizer.step()
-            if rows_ND is not None:
-                self._observe(rows_ND[None])
-        return 0.0
-
-    def _observe(self, rows_KND: Tensor) -> None:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        self._ordering._observe(rows_KND)  # also of a model that the ordering is attached to
-        end.record()
-        self._events.append((start, end))
-
-    def prepare(self, index_M: Tensor) -> None:
-        """Lay the epoch's indices out, and capture the step if that has not been done with these step sizes."""
-        steps = len(index_M) // self._batch
-        whole_SN = index_M[: steps * self._batch].view(steps, self._batch)
-        if self._index_SN.shape != whole_SN.shape:
-            self._index_SN, self._graph = whole_SN.clone(), None
-        self._index_SN.copy_(whole_SN)
-        self._step.zero_()
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        if self._attachment is not None:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            if self._attachment.sketcher.begin(self._ordering.epoch, widened(self._flat_D)):
-                self._graph = None
-            torch.cuda.synchronize()
-            self.seconds_fitting = time.perf_counter() - start
-        if steps and (self._graph is None or rates != self._captured_at):
-            self._capture()
-            if self._balanced and not self._captured_at:
-                self._rehearse(steps, len(index_M) % self._batch)
-            self._captured_at = rates
-
-    def forget(self) -> None:
-        self._graph = None
-
-    def _rehearse(self, steps: int, rest: int) -> None:
-        """An epoch of another ordering on rows of zeros, so that all its kernels are compiled before the clock runs."""
-        ordering = self._ordering
-        other = Ordering(
-            len(self._problem.train[0]),
-            batch_size=ordering.batch_size,
-            unit_size=1,
-            order=ordering.order_name,
-            rule=ordering._make_rule,
-            world=ordering.world,
-        )
-        self._rows_KND.zero_()
-        for start in range(0, steps, len(self._rows_KND)):
-            other.observe(self._rows_KND[: steps - start])
-        if rest:
-            other.observe(self._rows_KND[0, :rest])
-        other.set_epoch(1)
-
-    def _capture(self) -> None:
-        """Run a few steps to warm up, undo them, then record one."""
-        parameters = [p.detach().clone() for p in self._parameters]
-        state = copy.deepcopy(self._optimizer.state_dict())
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._step.zero_()  # an epoch may be shorter than three steps
-                self._body()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._restore(parameters, state)
-        self._step.zero_()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._rows_ND = self._body()
-        if self._rows_ND is not None and self._rows_KND.shape[1:] != self._rows_ND.shape:
-            steps = block_steps(len(self._rows_ND), self._rows_ND[0])
-            self._rows_KND = self._rows_ND.new_zeros(steps, *self._rows_ND.shape)
-        # Recording changes nothing, but for what the optimizer noted on the host.
-        self._restore(parameters, state)
-        if self._attachment is not None:
-            self._attachment.sketcher.forget()
-        self._step.zero_()
-
-    def _restore(self, parameters: list[Tensor], state: dict[str, Any]) -> None:
-        """Put values back where the graph reads them."""
-        with torch.no_grad():
-            for parameter, value in zip(self._parameters, parameters, strict=True):
-                parameter.copy_(value)
-        before = state["state"]
-        for number, parameter in enumerate(self._parameters):
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                if not isinstance(value, Tensor):
-                    continue
-                if number in before and before[number].get(key) is not None:
-                    value.copy_(before[number][key])
-                else:
-                    value.zero_()  # momentum and the like begin at zero
-
-    def _body(self) -> Tensor | None:
-        index_N = self._index_SN.index_select(0, self._step)[0]
-        rows_ND = self._gradient(tuple(part.index_select(0, index_N) for part in self._problem.train))
-        self._optimizer.step()
-        self._step.add_(1)
-        return rows_ND
-
-    def _gradient(self, batch: Batch) -> Tensor | None:
-        """Leave the batch's gradient in the parameters; rows of its units, if they are wanted."""
-        problem, num = self._problem, len(batch[0])
-        if problem.gradient is not None:
-            place_ND = self._flat_D.new_empty(num, len(self._flat_D)) if self._balanced else None
-            self._flat_D.copy_(problem.gradient(problem.model, *batch, rows=place_ND))
-            return place_ND
-        if not self._balanced or self._attachment is not None:
-            self._flat_D.zero_()
-            problem.loss(problem.model, *batch).backward()
-            return self._sketch_ND
-        if problem.single_examples:
-            rows_ND = self._example_rows(lambda: problem.loss(problem.model, *batch), num)
-            torch.sum(rows_ND, 0, out=self._flat_D)
-            # The mean over fewer examples gives each of them more weight.
-            return rows_ND if num == self._batch else rows_ND * (num / self._batch)
-        rows_ND = unit_rows(problem, self._parameters, batch, self._flat_D.new_empty(num, len(self._flat_D)))
-        torch.mean(rows_ND, 0, out=self._flat_D)
-        return rows_ND
-
-    def _take_sketch(self, records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:  # noqa: ARG002
-        self._sketch_ND = self._attachment.sketcher(records, self._ordering.epoch)
-
-
 def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
     """One tensor of which the gradients of all parameters are views."""
     flat_D = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
@@ -413,9 +223,20 @@ def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
     return flat_D
 
 
-def unit_rows(problem: Problem, parameters: list[nn.Parameter], batch: Batch, place_ND: Tensor) -> Tensor:
-    """Gradients of units, by a backward pass each, in `place_ND`."""
-    for row_D, *unit in zip(place_ND, *(part.split(1) for part in batch), strict=True):
-        grads = torch.autograd.grad(problem.loss(problem.model, *unit), parameters)
-        torch.cat([grad.flatten() for grad in grads], out=row_D)
+def unit_rows(
+    problem: Problem,
+    parameters: list[nn.Parameter],
+    batch: Batch,
+    place_ND: Tensor,
+    streams: Sequence[torch.cuda.Stream] = (),
+) -> Tensor:
+    """Gradients of units, by a backward pass each, in `place_ND`; side by side on the `streams` of a GPU, if any."""
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for number, (row_D, *unit) in enumerate(zip(place_ND, *(part.split(1) for part in batch), strict=True)):
+        with torch.cuda.stream(streams[number % len(streams)]) if streams else nullcontext():
+            grads = torch.autograd.grad(problem.loss(problem.model, *unit), parameters)
+            torch.cat([grad.flatten() for grad in grads], out=row_D)
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
     return place_ND

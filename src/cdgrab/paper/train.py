@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_map_only
 
 from cdgrab import Ordering, World, herding_bound
 from cdgrab.order import Balanced, Free, Herded, OrderSpec, find_order
+from cdgrab.paper.captured import CapturedSteps
 from cdgrab.paper.config import RunConfig
 from cdgrab.paper.records import EpochRecord
 from cdgrab.paper.repeatable import repeatable
 from cdgrab.paper.split import placed
-from cdgrab.paper.steps import CapturedSteps, EagerSteps, Steps
+from cdgrab.paper.steps import EagerSteps, Steps
 from cdgrab.paper.tasks.base import Problem
 
 _MOST_NUMBERS = 1 << 25  # of gradients, for the herding bound

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from _inputs import randn
 from _models import MODELS, build, one_by_one, recorded
 from cdgrab import Ordering, World
 from cdgrab.ghost.pairs import Pairs, ReplayedPairs, difference, replayable
-from cdgrab.ghost.records import Matrix, Pair, written_out
+from cdgrab.ghost.records import Lookup, Matrix, Pair, Record, written_out
 from cdgrab.hooks.rows import ExampleRows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -35,6 +37,24 @@ def test_rows_of_a_pass_that_stops_at_the_layers(name: str) -> None:
     torch.testing.assert_close(6 * found.cpu(), expected, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 4), (5, 7, 130), (2, 100, 33), (1, 300, 128)])
+def test_lookups_as_rows(shape: tuple[int, int, int]) -> None:
+    """Tokens that repeat are added up; what lies beside the rows is not touched; twice is the same to the bit."""
+    num, positions, width = shape
+    index = torch.randint(11, (num, positions), generator=torch.Generator().manual_seed(1))
+    lookup = Lookup(index, randn(num, positions, width), 13)
+    before = randn(num, 13 * width + 9)
+    expected = before.double()
+    Lookup(index, lookup.b_NTq.double(), 13).add_rows(expected[:, 4:-5])
+    twice = []
+    for _ in range(2):
+        there = before.cuda()
+        Lookup(index.cuda(), lookup.b_NTq.cuda(), 13).add_rows(there[:, 4:-5])
+        twice.append(there.cpu())
+    torch.testing.assert_close(twice[0].double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(twice[0], twice[1])
+
+
 def train(model: nn.Module, x: Tensor, y: Tensor, source: str) -> list[list[int]]:
     ordering = Ordering(len(x), batch_size=6, unit_size=1, world=World.simulated(3), seed=1)
     ordering.attach(model, source=source, length=60)
@@ -49,6 +69,47 @@ def train(model: nn.Module, x: Tensor, y: Tensor, source: str) -> list[list[int]
             optimizer.zero_grad()
         orders.append(ordering.order.tolist())
     return orders
+
+
+def sketches(name: str, *, replays: bool) -> tuple[list[Tensor], int]:
+    """Short rows of eight epochs, with a short batch in each and new projections after the sixth, and how many of
+    them were found with a recording at hand."""
+    model, x, y = build(name, 26)
+    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    ordering = Ordering(len(x), batch_size=6, unit_size=1, world=World.simulated(3), seed=1)
+    ordering.attach(model, source="sketch", length=60)
+    attachment: Any = ordering._attachment
+    attachment.replays = replays
+    found: list[Tensor] = []
+    recorded = 0
+
+    def consume(records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:  # noqa: ARG001
+        nonlocal recorded
+        found.append(attachment.sketcher(records, ordering.epoch))
+        recorded += attachment._replayed is not None
+        ordering._observe(found[-1])
+
+    attachment.consume = consume
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for epoch in range(8):
+        ordering.sampler.set_epoch(epoch)
+        for batch in torch.tensor(list(ordering.sampler)).split(6):
+            here = batch.cuda()
+            cross_entropy(model(x[here]), y[here]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return found, recorded
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet", "tied", "normed"])
+def test_replayed_sketches(name: str) -> None:
+    expected, never = sketches(name, replays=False)
+    found, recorded = sketches(name, replays=True)
+    assert never == 0
+    assert recorded > 10
+    assert len(found) == len(expected) == 8 * 5
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("source", ["ghost", "per_example", "sketch"])

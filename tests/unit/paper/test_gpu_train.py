@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from _problems import PROBLEMS, config
+from cdgrab.paper import captured
 from cdgrab.paper.runner import Place, run
 from cdgrab.paper.tasks.cifar10 import lenet
 from cdgrab.paper.train import Trainer
@@ -27,6 +28,18 @@ def test_captured_steps(name: str, order: str, optimizer: str) -> None:
         # In a graph, Adam counts its steps in single precision.
         rel = 1e-5 if capture and optimizer == "adamw" else 1e-9
         assert [record.loss for record in trainer.run()] == pytest.approx(here, rel=rel)
+
+
+@pytest.mark.parametrize("workers", [3, 6])  # pairs within a step, and from one to the next
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_long_rows_are_written_where_they_are_observed(
+    name: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = config(order="cd-grab", workers=workers, batch_size=6)
+    here = [record.loss for record in Trainer(chosen, PROBLEMS[name](31)).run()]
+    monkeypatch.setattr(captured, "_LONG", 0)
+    there = [record.loss for record in Trainer(chosen, PROBLEMS[name](31), device="cuda").run()]
+    assert there == pytest.approx(here, rel=1e-9)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from _problems import PROBLEMS
 from cdgrab import Ordering, World
-from cdgrab.paper.steps import CapturedSteps, Collector, LateCollector
+from cdgrab.paper.captured import CapturedSteps
+from cdgrab.paper.steps import Collector, LateCollector
 from cdgrab.paper.tasks.base import Problem
 
 

@@ -1,0 +1,239 @@
+"""Training steps on a GPU, each the replay of a recording.
+
+Most of a step of these small models would be spent on launching kernels, so a whole step is captured as a CUDA graph.
+
+Shapes: `N` units in a batch, `D` parameters, `K` steps that are collected, `S` steps of an epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from cdgrab import Ordering
+from cdgrab.ghost.layers import widened
+from cdgrab.ghost.records import Record
+from cdgrab.hooks.rows import ExampleRows
+from cdgrab.paper.steps import Batch, block_steps, flat_gradients, unit_rows
+from cdgrab.paper.tasks.base import Problem
+
+_MOST_STREAMS = 8
+_LONG = 1 << 28  # bytes of a step's rows from which on they are not copied
+
+
+class Recorded(NamedTuple):
+    """A step, and where it leaves the rows of its units."""
+
+    graph: torch.cuda.CUDAGraph
+    rows_ND: Tensor | None
+
+
+class CapturedSteps:
+    """The steps of one process on a GPU, each a replay of the same graph.
+
+    A short last batch, and everything before the first capture, runs eagerly through the same code. A model that the
+    ordering is attached to gives sketches, which are taken from the attachment and observed later.
+
+    Rows are copied to where they wait for those of other steps. Long ones are not: there are as many recordings as
+    steps that are observed together, and each of them writes its rows into a place of its own.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        ordering: Ordering,
+        optimizer: torch.optim.Optimizer,
+        *,
+        batch: int,
+        balanced: bool,
+    ) -> None:
+        self._problem, self._ordering, self._optimizer = problem, ordering, optimizer
+        self._batch, self._balanced = batch, balanced
+        self._parameters = [p for p in problem.model.parameters() if p.requires_grad]
+        self._device = self._parameters[0].device
+        self._flat_D = flat_gradients(self._parameters)
+        self._attachment = cast("Any", ordering._attachment)  # makes sketches, if they are wanted
+        self._sketch_ND: Tensor | None = None  # of the last batch
+        if self._attachment is not None:
+            self._attachment.consume = self._take_sketch
+            self._attachment.replays = False  # whole steps are
+        elif balanced and problem.gradient is None and problem.single_examples:
+            self._example_rows = ExampleRows(problem.model)
+        by_unit = balanced and problem.gradient is None and not problem.single_examples and self._device.type == "cuda"
+        self._streams = [torch.cuda.Stream() for _ in range(min(batch, _MOST_STREAMS) if by_unit else 0)]
+        self._recorded: list[Recorded] = []
+        self._captured_at: list[float] = []
+        self._index_SN = torch.zeros(0, batch, dtype=torch.int64, device=self._device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._rows_KND = torch.zeros(0, 0, 0)
+        self._long = balanced and self._attachment is None and batch * self._flat_D.nbytes >= _LONG
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.seconds_exchange = self.seconds_fitting = 0.0
+
+    @property
+    def seconds_sorter(self) -> float:
+        """On the device, in the last epoch."""
+        torch.cuda.synchronize()
+        return sum(float(start.elapsed_time(end)) for start, end in self._events) / 1e3
+
+    def epoch(self, index_M: Tensor) -> float:
+        self._events = []
+        steps = len(index_M) // self._batch
+        waiting = 0
+        for _ in range(steps):
+            recorded = self._recorded[waiting % len(self._recorded)]
+            recorded.graph.replay()
+            if recorded.rows_ND is not None:
+                if not self._long:
+                    self._rows_KND[waiting].copy_(recorded.rows_ND)
+                waiting += 1
+                if waiting == len(self._rows_KND):
+                    self._observe(self._rows_KND)
+                    waiting = 0
+        if waiting:
+            self._observe(self._rows_KND[:waiting])
+        rest_n = index_M[steps * self._batch :]
+        if len(rest_n):
+            rows_ND = self._gradient(tuple(part.index_select(0, rest_n) for part in self._problem.train))
+            self._optimizer.step()
+            if rows_ND is not None:
+                self._observe(rows_ND[None])
+        return 0.0
+
+    def _observe(self, rows_KND: Tensor) -> None:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        self._ordering._observe(rows_KND)  # also of a model that the ordering is attached to
+        end.record()
+        self._events.append((start, end))
+
+    def prepare(self, index_M: Tensor) -> None:
+        """Lay the epoch's indices out, and capture the step if that has not been done with these step sizes."""
+        steps = len(index_M) // self._batch
+        whole_SN = index_M[: steps * self._batch].view(steps, self._batch)
+        if self._index_SN.shape != whole_SN.shape:
+            self._index_SN = whole_SN.clone()
+            self.forget()
+        self._index_SN.copy_(whole_SN)
+        self._step.zero_()
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        if self._attachment is not None:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            if self._attachment.sketcher.begin(self._ordering.epoch, widened(self._flat_D)):
+                self.forget()
+            torch.cuda.synchronize()
+            self.seconds_fitting = time.perf_counter() - start
+        if steps and (not self._recorded or rates != self._captured_at):
+            self._capture()
+            if self._balanced and not self._captured_at:
+                self._rehearse(steps, len(index_M) % self._batch)
+            self._captured_at = rates
+
+    def forget(self) -> None:
+        self._recorded = []
+
+    def _rehearse(self, steps: int, rest: int) -> None:
+        """An epoch of another ordering on rows of zeros, so that all its kernels are compiled before the clock runs."""
+        ordering = self._ordering
+        other = Ordering(
+            len(self._problem.train[0]),
+            batch_size=ordering.batch_size,
+            unit_size=1,
+            order=ordering.order_name,
+            rule=ordering._make_rule,
+            world=ordering.world,
+        )
+        self._rows_KND.zero_()
+        for start in range(0, steps, len(self._rows_KND)):
+            other.observe(self._rows_KND[: steps - start])
+        if rest:
+            other.observe(self._rows_KND[0, :rest])
+        other.set_epoch(1)
+
+    def _capture(self) -> None:
+        """Run a few steps to warm up, undo them, then record one, or as many as have places of their own."""
+        self.forget()
+        parameters = [p.detach().clone() for p in self._parameters]
+        state = copy.deepcopy(self._optimizer.state_dict())
+        if self._long and not self._rows_KND.numel():
+            # Rows of one worker within a step are pairs already; where there is but one, a pair takes two steps.
+            num = 1 if self._batch > self._ordering.world.size else 2
+            self._rows_KND = widened(self._flat_D).new_zeros(num, self._batch, len(self._flat_D))
+        places: list[Tensor | None] = list(self._rows_KND) if self._long else [None]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._step.zero_()  # an epoch may be shorter than three steps
+                self._body(places[0])
+        torch.cuda.current_stream().wait_stream(stream)
+        self._restore(parameters, state)
+        for place in places:
+            self._step.zero_()
+            graph = torch.cuda.CUDAGraph()
+            # They run one after the other, and what one leaves is in places of its own: they may share memory.
+            with torch.cuda.graph(graph, pool=self._recorded[0].graph.pool() if self._recorded else None):
+                rows_ND = self._body(place)
+            self._recorded.append(Recorded(graph, rows_ND))
+        if not self._long and rows_ND is not None and self._rows_KND.shape[1:] != rows_ND.shape:
+            steps = block_steps(len(rows_ND), rows_ND[0])
+            self._rows_KND = rows_ND.new_zeros(steps, *rows_ND.shape)
+        # Recording changes nothing, but for what the optimizer noted on the host.
+        self._restore(parameters, state)
+        if self._attachment is not None:
+            self._attachment.sketcher.forget()
+        self._step.zero_()
+
+    def _restore(self, parameters: list[Tensor], state: dict[str, Any]) -> None:
+        """Put values back where the graph reads them."""
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, parameters, strict=True):
+                parameter.copy_(value)
+        before = state["state"]
+        for number, parameter in enumerate(self._parameters):
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                if number in before and before[number].get(key) is not None:
+                    value.copy_(before[number][key])
+                else:
+                    value.zero_()  # momentum and the like begin at zero
+
+    def _body(self, place_ND: Tensor | None) -> Tensor | None:
+        index_N = self._index_SN.index_select(0, self._step)[0]
+        rows_ND = self._gradient(tuple(part.index_select(0, index_N) for part in self._problem.train), place_ND)
+        self._optimizer.step()
+        self._step.add_(1)
+        return rows_ND
+
+    def _gradient(self, batch: Batch, place_ND: Tensor | None = None) -> Tensor | None:
+        """Leave the batch's gradient in the parameters; rows of its units, if they are wanted, in `place_ND`."""
+        problem, num = self._problem, len(batch[0])
+        if not self._balanced or self._attachment is not None:
+            if problem.gradient is not None:
+                self._flat_D.copy_(problem.gradient(problem.model, *batch))
+            else:
+                self._flat_D.zero_()
+                problem.loss(problem.model, *batch).backward()
+            return self._sketch_ND
+        if place_ND is None:
+            place_ND = widened(self._flat_D).new_empty(num, len(self._flat_D))
+        if problem.gradient is not None:
+            self._flat_D.copy_(problem.gradient(problem.model, *batch, rows=place_ND))
+        elif problem.single_examples:
+            self._example_rows(lambda: problem.loss(problem.model, *batch), num, place_ND)
+            torch.sum(place_ND, 0, out=self._flat_D)
+            if num != self._batch:  # the mean over fewer examples gives each of them more weight
+                place_ND.mul_(num / self._batch)
+        else:
+            unit_rows(problem, self._parameters, batch, place_ND, self._streams)
+            torch.mean(place_ND, 0, out=self._flat_D)
+        return place_ND
+
+    def _take_sketch(self, records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:  # noqa: ARG002
+        self._sketch_ND = self._attachment.sketcher(records, self._ordering.epoch)
