@@ -135,7 +135,7 @@ class Sketcher:
         sizes, (q, p) = self._sizes(name), self._sides(name)
         if math.prod(sizes) == self._shapes[name].numel():
             return record.rows()
-        if isinstance(record, Convolved) and not gathering and not record.x.is_cuda:  # measured on CPUs only
+        if isinstance(record, Convolved) and not gathering:
             channel_kq = None if sizes[0] == q else self._projection((name, "b"), sizes[0], q, record.grad)
             return record.projected(self._projection((name, "a"), sizes[1], p, record.x), channel_kq).flatten(1)
         if gathering or not isinstance(record, Matrix):
