@@ -9,7 +9,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from _inputs import randn
 from cdgrab.paper.choices import Choices, resolve
 from cdgrab.paper.config import RunConfig
-from cdgrab.paper.tasks.base import Problem, SharedPass
+from cdgrab.paper.tasks.base import Problem
 
 
 class Logistic(nn.Module):
@@ -84,10 +84,6 @@ def units(num: int) -> Problem:
         False,
         "made up",
         single_examples=False,
-        shared=SharedPass(
-            lambda model, x, y: model.lstm(x.flatten(0, 1))[0].unflatten(0, x.shape[:2]),
-            lambda model, begun, x, y: cross_entropy(model.out(begun.flatten(0, 2)), y.flatten()),
-        ),
     )
 
 

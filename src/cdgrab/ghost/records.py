@@ -27,7 +27,6 @@ from cdgrab.balance.tables import table, takes_triton
 
 MOST_NUMBERS = 1 << 24  # of rows that are formed at a time, on their way to inner products
 MOST_NUMBERS_ON_GPU = 1 << 26
-_MOST_WRITTEN = 1 << 25  # by one matrix product
 
 Self = TypeVar("Self", bound="Record")
 
@@ -370,7 +369,8 @@ def write_rows(parts: list[Record], place_ND: Tensor) -> None:
     # Whatever is not a lookup writes all of the place, which then need not be zero before.
     for record in sorted(parts, key=lambda record: isinstance(record, Lookup)):
         if isinstance(record, Matrix):
-            _add_products(record, place_ND, beta=int(written))
+            place_Nqp = place_ND.unflatten(1, (record.b_NTq.shape[2], -1))
+            place_Nqp.baddbmm_(record.b_NTq.mT, record.a_NTp, beta=int(written))
         elif not isinstance(record, Lookup):
             place_ND.copy_(place_ND + record.rows() if written else record.rows())
         else:
@@ -380,15 +380,6 @@ def write_rows(parts: list[Record], place_ND: Tensor) -> None:
         written = True
     if not written:
         _clear(place_ND)
-
-
-def _add_products(record: Matrix, place_ND: Tensor, beta: int) -> None:
-    num, _, q = record.b_NTq.shape
-    # Some examples at a time, where rows are very long: cuBLAS is a tenth faster with a few of them (H200).
-    some = max(1, min(num, _MOST_WRITTEN // place_ND.shape[1]))
-    parts = zip(place_ND.split(some), record.b_NTq.split(some), record.a_NTp.split(some), strict=True)
-    for part_nD, b_nTq, a_nTp in parts:
-        part_nD.unflatten(1, (q, -1)).baddbmm_(b_nTq.mT, a_nTp, beta=beta)
 
 
 def _clear(place_ND: Tensor) -> None:

@@ -231,16 +231,11 @@ def unit_rows(
     streams: Sequence[torch.cuda.Stream] = (),
 ) -> Tensor:
     """Gradients of units, by a backward pass each, in `place_ND`; side by side on the `streams` of a GPU, if any."""
-    loss, parts = problem.loss, batch
-    shared = problem.shared if streams else None
-    if shared is not None:
-        loss, parts = shared.loss, (shared.begin(problem.model, *batch), *batch)
-    units = zip(*(part.split(1) for part in parts), strict=True)
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
-    for number, (row_D, unit) in enumerate(zip(place_ND, units, strict=True)):
+    for number, (row_D, *unit) in enumerate(zip(place_ND, *(part.split(1) for part in batch), strict=True)):
         with torch.cuda.stream(streams[number % len(streams)]) if streams else nullcontext():
-            grads = torch.autograd.grad(loss(problem.model, *unit), parameters, retain_graph=shared is not None)
+            grads = torch.autograd.grad(problem.loss(problem.model, *unit), parameters)
             torch.cat([grad.flatten() for grad in grads], out=row_D)
     for stream in streams:
         torch.cuda.current_stream().wait_stream(stream)

@@ -106,20 +106,6 @@ def test_rows_made_late_are_those_made_at_once(name: str, tmp_path: Path) -> Non
     assert torch.equal(problem.late.rows(tuple(steps), *stacked), torch.stack(at_once))
 
 
-def test_units_that_share_a_forward_pass(tmp_path: Path) -> None:
-    problem = make("wikitext2", tmp_path)
-    assert problem.shared is not None
-    problem.model.double()
-    batch = tuple(part[:3] for part in problem.train)
-    begun = problem.shared.begin(problem.model, *batch)
-    torch.testing.assert_close(problem.shared.loss(problem.model, begun, *batch), problem.loss(problem.model, *batch))
-    parameters = list(problem.model.parameters())
-    for part, *unit in zip(begun.split(1), *(part.split(1) for part in batch), strict=True):
-        grads = torch.autograd.grad(problem.shared.loss(problem.model, part, *unit), parameters, retain_graph=True)
-        expected = gradient(problem, tuple(unit))
-        assert (torch.cat([grad.flatten() for grad in grads]) - expected).norm() <= 1e-9 * expected.norm()
-
-
 @pytest.mark.parametrize("name", BY_LAYERS)
 def test_rows_from_layers_equal_automatic_differentiation(name: str, tmp_path: Path) -> None:
     problem = make(name, tmp_path)

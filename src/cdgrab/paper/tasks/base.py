@@ -47,22 +47,6 @@ class LateRows:
 
 
 @dataclass(frozen=True)
-class SharedPass:
-    """Losses of units that have the beginning of their forward pass in common.
-
-    For units whose gradients take a backward pass each, on a GPU: what takes long because it has many steps takes no
-    longer for all units than for one.
-
-    Attributes:
-        begin: `begin(model, *batch)`: what comes of the beginning, with one entry per unit along the first dimension.
-        loss: `loss(model, begun, *batch)`: the same number as `Problem.loss` of the batch.
-    """
-
-    begin: Callable[..., Tensor]
-    loss: Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
 class Problem:
     """A task whose data have been read and whose model has been made, on the CPU.
 
@@ -84,7 +68,6 @@ class Problem:
         minimum: Finds the smallest possible training loss, where it can be known.
         single_examples: Whether a unit is one example that layers see along their first dimension. If not, the
             gradient of a unit takes a backward pass of its own.
-        shared: What units have in common then, if anything.
     """
 
     model: nn.Module
@@ -99,7 +82,6 @@ class Problem:
     late: LateRows | None = None
     minimum: Callable[[], float] | None = None
     single_examples: bool = True
-    shared: SharedPass | None = None
 
     def rows(self, *batch: Tensor) -> Tensor:
         """The gradient of every unit, from `gradient`."""

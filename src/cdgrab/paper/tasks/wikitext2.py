@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cdgrab.paper import data
-from cdgrab.paper.tasks.base import Problem, Settings, SharedPass, Task
+from cdgrab.paper.tasks.base import Problem, Settings, Task
 from cdgrab.paper.tasks.tools import device_of, seeded
 
 COLUMNS, UNIT_COLUMNS, LENGTH = 16, 4, 35
@@ -57,16 +57,6 @@ class LanguageModel(nn.Module):
 def loss(model: nn.Module, x_Uct: Tensor, y_Uct: Tensor) -> Tensor:
     """Mean over all words; units are of equal length, so it is the mean over units too."""
     return F.cross_entropy(model(x_Uct.flatten(0, 1)).flatten(0, 1), y_Uct.flatten())
-
-
-def begin(model: LanguageModel, x_Uct: Tensor, y_Uct: Tensor) -> Tensor:  # noqa: ARG001
-    """Outputs of the LSTM. It goes word by word: for all units it takes as long as for one, where a GPU has room."""
-    return model.lstm(model.embedding(x_Uct.flatten(0, 1)))[0].unflatten(0, x_Uct.shape[:2])  # type: ignore[no-any-return]
-
-
-def loss_of_begun(model: LanguageModel, hidden_Uctd: Tensor, x_Uct: Tensor, y_Uct: Tensor) -> Tensor:  # noqa: ARG001
-    """The rest."""
-    return F.cross_entropy(model.decoder(hidden_Uctd.flatten(0, 2)), y_Uct.flatten())
 
 
 def perplexity(model: LanguageModel, tokens: Tensor, columns: int = EVAL_COLUMNS, length: int = EVAL_LENGTH) -> float:
@@ -122,7 +112,6 @@ def load(folder: Path, variant: str, seed: int) -> Problem:  # noqa: ARG001
         f"{len(x):,} units of {UNIT_COLUMNS} x {LENGTH} ({left_out} words at the ends of columns are left out)"
         f"{found.note}",
         single_examples=False,
-        shared=SharedPass(begin, loss_of_begun),
     )
 
 
