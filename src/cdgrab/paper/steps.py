@@ -91,33 +91,31 @@ class LateCollector:
     Args:
         ordering: Observes them.
         rows: Makes them.
-        like_D: A row.
+        batch: Units in a step; the last one of an epoch may have fewer.
     """
 
-    def __init__(self, ordering: Ordering, rows: Callable[..., Tensor], like_D: Tensor) -> None:
-        self._ordering, self._rows, self._like_D = ordering, rows, like_D
-        self._num, self._most = 0, 0  # units in a step, and steps that are collected
+    def __init__(self, ordering: Ordering, rows: Callable[..., Tensor], batch: int) -> None:
+        self._ordering, self._rows, self._batch = ordering, rows, batch
         self._kept: list[Batch] = []
-        self._batches: list[Batch] = []
 
-    def keep(self, kept: Batch, batch: Batch) -> None:
+    def keep(self, kept: Batch) -> None:
         """Take the next step."""
-        num = len(batch[0])
-        if num != self._num:  # the last batch of an epoch may be short
-            self.flush()
-            self._num, self._most = num, block_steps(num, self._like_D)
         self._kept.append(kept)
-        self._batches.append(batch)
-        if len(self._kept) == self._most:
-            self.flush()
 
-    def flush(self) -> None:
-        """Hand over what waits."""
-        kept, batches = self._kept, self._batches
-        self._kept, self._batches = [], []
+    def flush(self, parts_m: Batch) -> None:
+        """Hand over what has been kept; `parts_m` are the batches of these steps, one after the other."""
+        kept, self._kept = self._kept, []
+        whole = len(parts_m[0]) // self._batch
+        units = whole * self._batch
+        self._observe(kept[:whole], tuple(part[:units] for part in parts_m))
+        self._observe(kept[whole:], tuple(part[units:] for part in parts_m))
+
+    def _observe(self, kept: list[Batch], parts_m: Batch) -> None:
+        """Steps with equally many units."""
         if kept:
             steps = tuple(torch.stack(parts) for parts in zip(*kept, strict=True))
-            self._ordering.observe(self._rows(steps, *(torch.stack(parts) for parts in zip(*batches, strict=True))))
+            batches = (part.unflatten(0, (len(kept), -1)) for part in parts_m)
+            self._ordering.observe(self._rows(steps, *batches))
 
 
 def block_steps(num: int, like_D: Tensor) -> int:
@@ -160,12 +158,16 @@ class EagerSteps:
             self._gradient = self._in_closed_form
         elif one_by_one:
             self._gradient = self._unit_by_unit
+        # Batches of several steps are fetched at once.
+        of_step = batch * sum(part[:1].nbytes for part in problem.train)
+        self._fetched = max(1, min(_MOST_STEPS, _MOST_BYTES["cpu"] // of_step))
         self._late = problem.late if balanced else None
         if self._gradient != self._by_backward:
             self._flat_D = flat_gradients(self._parameters)
             self._collector = Collector(ordering, batch, self._flat_D)
         if self._late is not None:
-            self._late_collector = LateCollector(ordering, self._late.rows, self._flat_D)
+            self._late_collector = LateCollector(ordering, self._late.rows, batch)
+            self._fetched = min(self._fetched, block_steps(batch, self._flat_D))  # their rows are made together
 
     @property
     def seconds_sorter(self) -> None:
@@ -179,15 +181,16 @@ class EagerSteps:
 
     def epoch(self, index_M: Tensor) -> float:
         self.seconds_exchange, fetching = 0.0, 0.0
-        for index_N in index_M.split(self._batch):
+        for index_m in index_M.split(self._fetched * self._batch):
             start = time.perf_counter()
-            batch = tuple(part.index_select(0, index_N) for part in self._problem.train)
+            parts_m = tuple(part.index_select(0, index_m) for part in self._problem.train)
             fetching += time.perf_counter() - start
-            self._gradient(batch)
-            self._optimizer.step()
-        if self._late is not None:
-            self._late_collector.flush()
-        elif self._gradient != self._by_backward:
+            for batch in zip(*(part.split(self._batch) for part in parts_m), strict=True):
+                self._gradient(batch)
+                self._optimizer.step()
+            if self._late is not None:
+                self._late_collector.flush(parts_m)
+        if self._late is None and self._gradient != self._by_backward:
             self._collector.flush()
         return fetching
 
@@ -200,7 +203,7 @@ class EagerSteps:
         if self._late is not None:
             found_D, kept = self._late.gradient(self._problem.model, *batch)
             self._flat_D.copy_(found_D)
-            self._late_collector.keep(kept, batch)
+            self._late_collector.keep(kept)
         else:
             place_ND = self._collector.place(len(batch[0])) if self._balanced else None
             self._flat_D.copy_(self._problem.gradient(self._problem.model, *batch, rows=place_ND))

@@ -77,12 +77,15 @@ def test_rows_are_handed_over_in_their_order_and_all_of_them() -> None:
     assert [int(rows[0, 0]) for rows in listener.heard] == list(range(len(SIZES)))
 
 
-def test_late_rows_are_handed_over_in_their_order_and_all_of_them() -> None:
-    listener, like = Listener(), torch.zeros(5)
-    collector = LateCollector(listener, lambda kept, x: x * kept[0][:, None, None], like)  # type: ignore[arg-type]
-    for number, size in enumerate(SIZES):
-        collector.keep((torch.tensor(float(number)),), (torch.ones(size, 5),))
-    collector.flush()
-    collector.flush()
-    assert [rows.shape for rows in listener.heard] == [(size, 5) for size in SIZES]
-    assert [int(rows[0, 0]) for rows in listener.heard] == list(range(len(SIZES)))
+@pytest.mark.parametrize("sizes", [[4] * 64, [4] * 5 + [3], [4], [2]])
+def test_late_rows_are_handed_over_in_their_order_and_all_of_them(sizes: list[int]) -> None:
+    listener = Listener()
+    collector = LateCollector(listener, lambda kept, x: x * kept[0][:, None, None], 4)  # type: ignore[arg-type]
+    for start in (0.0, 100.0):  # nothing is left from one block of steps to the next
+        x = torch.arange(sum(sizes) * 5.0).view(-1, 5)
+        for number in range(len(sizes)):
+            collector.keep((torch.tensor(start + number),))
+        collector.flush((x,))
+        expected = [(start + number) * part for number, part in enumerate(x.split(sizes))]
+        assert all(torch.equal(*both) for both in zip(listener.heard, expected, strict=True))
+        listener.heard.clear()

@@ -93,7 +93,7 @@ def gradient(model: Autoregressive, x: Tensor, y: Tensor, rows: Tensor | None = 
             done.d_first_TNh.sum(0),
             torch.bmm(done.d_second_TNh.permute(1, 2, 0), done.first_TNh.transpose(0, 1)).flatten(1),
             done.d_second_TNh.sum(0),
-            torch.bmm(done.d_out_NT[:, None], done.second_TNh.transpose(0, 1)).flatten(1),
+            (done.second_TNh * done.d_out_NT.T[:, :, None]).sum(0),
             done.d_out_NT.sum(1, keepdim=True),
         ]
         return torch.cat(parts, 1, out=rows).mean(0)

@@ -95,8 +95,9 @@ def logistic_regression(
         return found.add_(weight, alpha=l2) if l2 else found, slope, weight
 
     def scaled(kept: tuple[Tensor, ...], x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:  # noqa: ARG001
-        rows = torch.mul(x, kept[0][..., None], out=out)
-        return rows.add_(kept[1][..., None, :], alpha=l2) if l2 else rows
+        if not l2:
+            return torch.mul(x, kept[0][..., None], out=out)
+        return torch.addcmul(kept[1][..., None, :] * l2, x, kept[0][..., None], out=out)
 
     def gradient(model: nn.Module, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Tensor:
         found, slope, weight = slopes(model, x, y)
