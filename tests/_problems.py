@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
@@ -9,7 +11,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from _inputs import randn
 from cdgrab.paper.choices import Choices, resolve
 from cdgrab.paper.config import RunConfig
-from cdgrab.paper.tasks.base import Problem
+from cdgrab.paper.tasks.base import LateRows, Problem
 
 
 class Logistic(nn.Module):
@@ -56,6 +58,17 @@ def closed(num: int) -> Problem:
     )
 
 
+def late(num: int) -> Problem:
+    """The same with rows for many steps at once."""
+
+    def gradient(model: Logistic, x: Tensor, y: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        with torch.no_grad():
+            slopes = torch.sigmoid(model(x)) - y
+            return (x * slopes[:, None]).mean(0), (slopes,)
+
+    return replace(closed(num), late=LateRows(gradient, lambda kept, x, y: x * kept[0][..., None]))
+
+
 def layers(num: int) -> Problem:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
@@ -87,7 +100,7 @@ def units(num: int) -> Problem:
     )
 
 
-PROBLEMS = {"closed": closed, "layers": layers, "units": units}
+PROBLEMS = {"closed": closed, "late": late, "layers": layers, "units": units}
 
 
 def config(**changes: object) -> RunConfig:

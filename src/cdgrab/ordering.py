@@ -38,7 +38,7 @@ from cdgrab.metrics import summarise
 from cdgrab.order import Balanced, Free, Herded, find_order
 from cdgrab.progress import Progress
 from cdgrab.sampler import OrderedSampler
-from cdgrab.sorter import RowSorter, make_sorter
+from cdgrab.sorter import RowSorter, SignSorter, make_sorter
 from cdgrab.units import IntArray, Units, deal, generator
 from cdgrab.world import Group, World, process_group
 
@@ -208,7 +208,9 @@ class Ordering:
         if self._sorter is not None:
             # Worker by worker within a step, turn by turn over all of them.
             rows_SLtD = rows_ND.view(steps, len(self.world.local_workers), -1, rows_ND.shape[1])
-            rows_mLD = rows_SLtD.transpose(1, 2).flatten(0, 1)
+            rows_mLD = rows_SLtD.transpose(1, 2)
+            if step.counts_Lm is not None or not isinstance(self._sorter, SignSorter) or not self.world.one_process:
+                rows_mLD = rows_mLD.flatten(0, 1)
             self._sort(rows_mLD, None if step.counts_Lm is None else step.counts_Lm.T)
         self._progress.record(step)
 

@@ -98,13 +98,17 @@ class SignSorter:
             balancer.start_epoch(epoch, num_rows)
 
     def add(self, rows_bWD: Tensor) -> None:
+        """Turns may have two dimensions, `S x t x W x D`: those of several steps, which are joined only if need be."""
+        enough = rows_bWD.shape[-1] >= _LONG_ROW or (rows_bWD.numel() >= _ENOUGH and _compiled(rows_bWD))
+        directly = enough and self._block is None and self._centring.in_step
+        if rows_bWD.ndim == 4 and not (directly and _compiled(rows_bWD)):
+            rows_bWD = rows_bWD.flatten(0, 1)
         if not self._centring.in_step:
             for rows_WD in rows_bWD:
                 for worker, row_D in enumerate(rows_WD):
                     self.add_one(row_D, worker)
             return
-        enough = rows_bWD.shape[2] >= _LONG_ROW or (rows_bWD.numel() >= _ENOUGH and _compiled(rows_bWD))
-        if enough and self._block is None:
+        if directly:
             self._flush()
             for rows, minus in self._centring.add(rows_bWD):
                 self._decide_turns(rows, minus)
@@ -159,11 +163,11 @@ class SignSorter:
             signs: Signs = self._balancers[0].balance_turns(rows_mWD, minus_mWD)
         else:
             alone = [
-                torch.as_tensor(balancer.balance_turns(rows_mWD[:, worker, None], minus_mWD[:, worker, None]))
+                torch.as_tensor(balancer.balance_turns(rows_mWD[..., worker, None, :], minus_mWD[..., worker, None, :]))
                 for worker, balancer in enumerate(self._balancers)
             ]
             signs = torch.stack(alone, dim=1).flatten()
-        self._append(self._workers_of(rows_mWD.shape[0]), signs)
+        self._append(self._workers_of(rows_mWD.shape[:-2].numel()), signs)
 
     def _decide(self, rows_ND: Tensor, workers_N: IntArray) -> None:
         """Balance rows, each with its own worker's running sum or all with the one."""

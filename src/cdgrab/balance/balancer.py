@@ -65,7 +65,10 @@ class Balancer:
         return self._balance_rows(rows_KD, minus_KD)
 
     def balance_turns(self, rows_mWD: Tensor, minus_mWD: Tensor) -> Signs:
-        """The rows `rows - minus` turn by turn, worker by worker: `m * W` signs."""
+        """The rows `rows - minus` turn by turn, worker by worker: `m * W` signs.
+
+        Turns may have two dimensions, if they are balanced by compiled code.
+        """
         if rows_mWD.device.type == "cpu" and compiled.available():
             return self._turns_compiled(rows_mWD, minus_mWD)
         if not tables.takes_blocks(rows_mWD, minus_mWD):
@@ -135,9 +138,9 @@ class Balancer:
 
     def _turns_compiled(self, rows_mWD: Tensor, minus_mWD: Tensor) -> SignArray:
         self._make_room(rows_mWD)
-        turns, workers, dim = rows_mWD.shape
+        *turns, workers, dim = rows_mWD.shape
         thresholds_K = self.rule.thresholds(
-            turns * workers,
+            math.prod(turns) * workers,
             lambda: compiled.lengths(rows_mWD.reshape(-1, dim).numpy(), minus_mWD.reshape(-1, dim).numpy()),
         )
         scratch_2D = self._scratch(2, rows_mWD).numpy()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from cdgrab.balance.rules import FloatArray
 
+IntArray = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 
 ALL_CORES = 1 << 15  # rows from this length on occupy them
@@ -58,25 +60,31 @@ def turn_signs(
 ) -> FloatArray:
     """As `row_signs`, for the rows `rows - minus` turn by turn, wherever they lie: nothing is copied or written down.
 
+    Turns may have two dimensions, `S x m x W x D`, where those of several steps do not lie at equal distances.
     Rows that are long enough for it occupy as many cores as PyTorch is set to use. `scratch_2D`, which must hold
     finite numbers, is overwritten with such.
     """
-    turns, workers, dim = rows_mWD.shape
-    decided_4K = np.zeros((4, turns * workers))
-    (rows, rows_turn, rows_worker), (minus, minus_turn, minus_worker) = _laid_out(rows_mWD), _laid_out(minus_mWD)
-    strides = (rows_turn, rows_worker, minus_turn, minus_worker)
+    *turns, workers, dim = rows_mWD.shape
+    decided_4K = np.zeros((4, math.prod(turns) * workers))
+    rows, rows_starts_m, rows_worker = _laid_out(rows_mWD)
+    minus, minus_starts_m, minus_worker = _laid_out(minus_mWD)
     kernel = _difference_kernel(dim >= ALL_CORES and _use_threads(torch.get_num_threads()))
-    kernel(rows, minus, strides, workers, scratch_2D, running_sum_D, thresholds_K, decided_4K)
+    sizes = (workers, rows_worker, minus_worker)
+    kernel(rows, rows_starts_m, minus, minus_starts_m, sizes, scratch_2D, running_sum_D, thresholds_K, decided_4K)
     return decided_4K
 
 
-def _laid_out(rows_mWD: torch.Tensor) -> tuple[Array, int, int]:
-    """The stretch of memory in which rows lie, and how far it is to the next turn and to the next worker."""
-    if rows_mWD.stride(2) != 1:
+def _laid_out(rows_mWD: torch.Tensor) -> tuple[Array, IntArray, int]:
+    """The stretch of memory in which rows lie, where each turn begins in it, and how far it is to the next worker."""
+    if rows_mWD.stride(-1) != 1:
         rows_mWD = rows_mWD.contiguous()
-    (turns, workers, dim), (turn, worker, _) = rows_mWD.shape, rows_mWD.stride()
-    flat: Array = rows_mWD.as_strided(((turns - 1) * turn + (workers - 1) * worker + dim,), (1,)).numpy()
-    return flat, turn, worker
+    *turns, workers, dim = rows_mWD.shape
+    *strides, worker, _ = rows_mWD.stride()
+    starts_m = np.arange(turns[-1]) * strides[-1]
+    if len(turns) == 2:
+        starts_m = np.add.outer(np.arange(turns[0]) * strides[0], starts_m).reshape(-1)
+    flat: Array = rows_mWD.as_strided((int(starts_m[-1]) + (workers - 1) * worker + dim,), (1,)).numpy()
+    return flat, starts_m, worker
 
 
 # Sums may be reordered (that is what makes them fast), but NaN must stay NaN: hence not all of numba's `fastmath`.
@@ -114,7 +122,7 @@ def _difference_kernel(parallel: bool) -> Callable[..., None]:
 
     @numba.njit(parallel=parallel, nogil=True, fastmath=_REORDER)
     def kernel(  # type: ignore[no-untyped-def]
-        rows, minus, strides, workers, scratch, running_sum, thresholds, decided
+        rows, rows_starts, minus, minus_starts, sizes, scratch, running_sum, thresholds, decided
     ):
         """Two rows of a turn at a time, from their own small table, added while the next two are read.
 
@@ -122,14 +130,14 @@ def _difference_kernel(parallel: bool) -> Callable[..., None]:
         different turns never share a table: what is rounded how must not depend on how many turns came together.
         """
         zero, one = running_sum.dtype.type(0), running_sum.dtype.type(1)
+        workers, rows_worker, minus_worker = sizes
         dim, last = running_sum.shape[0], workers - 1
-        rows_turn, rows_worker, minus_turn, minus_worker = strides
         sign = sign_other = zero  # nothing to be added yet
         for turn in range(decided.shape[1] // workers):
             for worker in range(0, workers, 2):
                 # A row without a partner is paired with nothing: itself times zero.
                 partner, factor = (worker + 1, one) if worker < last else (worker, zero)
-                at, at_minus = turn * rows_turn, turn * minus_turn
+                at, at_minus = rows_starts[turn], minus_starts[turn]
                 first, first_minus = at + worker * rows_worker, at_minus + worker * minus_worker
                 second, second_minus = at + partner * rows_worker, at_minus + partner * minus_worker
                 x_row, x_minus = rows[first : first + dim], minus[first_minus : first_minus + dim]

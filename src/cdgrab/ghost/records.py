@@ -27,6 +27,7 @@ from cdgrab.balance.tables import table, takes_triton
 
 MOST_NUMBERS = 1 << 24  # of rows that are formed at a time, on their way to inner products
 MOST_NUMBERS_ON_GPU = 1 << 26
+_MOST_POSITIONS = 2048  # of a lookup: the kernel compares all of them with each other
 
 Self = TypeVar("Self", bound="Record")
 
@@ -252,7 +253,7 @@ class Lookup:
 
     def add_rows(self, place_ND: Tensor) -> None:
         """Add to rows that are columns of a larger tensor."""
-        if takes_triton(self.b_NTq, place_ND):
+        if self.b_NTq.shape[1] <= _MOST_POSITIONS and takes_triton(self.b_NTq, place_ND):
             from cdgrab.ghost import kernels
 
             kernels.add_lookups(self.index_NT, self.b_NTq, place_ND)

@@ -55,13 +55,13 @@ class Sketcher:
         self._length = _shares(shapes, length)
         self._projections: dict[Side, Tensor] = {}
         self._moments: dict[Side, Tensor] = {}
-        self._taken: dict[str, Tensor] = {}  # parts of the rows of a batch under way
+        self.parts: dict[str, Tensor] = {}  # of the rows of the batch under way, by parameter
         self.version = 0  # counts how often projections have been replaced
 
     def __call__(self, records: dict[str, Record], epoch: int) -> Tensor:
         """Rows of a batch that belongs to `epoch`, from what has been taken of it and the rest, `records`."""
         self.take_late({name: [record] for name, record in records.items()}, epoch)
-        taken, self._taken = self._taken, {}
+        taken, self.parts = self.parts, {}
         like = next(iter(taken.values()))
         parts = [
             taken[name] if name in taken else like.new_zeros(len(like), math.prod(self._sizes(name)))
@@ -85,15 +85,6 @@ class Sketcher:
         """Whether records of a batch of `epoch` are shortened as they come (`take`), all in the same way."""
         return epoch == self._epoch and not self._gathering
 
-    @property
-    def parts(self) -> dict[str, Tensor]:
-        """What has been taken of the batch under way, by parameter; to be replaced by the same found in other ways."""
-        return self._taken
-
-    @parts.setter
-    def parts(self, parts: dict[str, Tensor]) -> None:
-        self._taken = parts
-
     def take_late(self, records: dict[str, list[Record]], epoch: int) -> None:
         """Shorten what has been kept, once the batch is complete; where one epoch ends, begin the next."""
         for name, parts in records.items():
@@ -103,7 +94,7 @@ class Sketcher:
 
     def drop(self) -> None:
         """The batch under way broke off."""
-        self._taken.clear()
+        self.parts.clear()
 
     def begin(self, epoch: int, like: Tensor) -> bool:
         """Go on to `epoch`, if it is another one, with `like` for the device and type of projections.
@@ -129,7 +120,7 @@ class Sketcher:
 
     def _add(self, name: str, record: Record) -> None:
         short_Nk = self._short(name, record, self._gathering)
-        self._taken[name] = self._taken[name] + short_Nk if name in self._taken else short_Nk
+        self.parts[name] = self.parts[name] + short_Nk if name in self.parts else short_Nk
 
     def _short(self, name: str, record: Record, gathering: bool) -> Tensor:
         sizes, (q, p) = self._sizes(name), self._sides(name)

@@ -26,7 +26,10 @@ class Centring(Protocol):
     def start_epoch(self) -> None: ...
 
     def add(self, rows_bWD: Tensor) -> Differences:
-        """Take the next `b` turns of workers in step; yields `m x W x D` rows and what to subtract from them."""
+        """Take the next `b` turns of workers in step; yields `m x W x D` rows and what to subtract from them.
+
+        Turns may have two dimensions, in and out: `S x t x W x D`, of several steps.
+        """
 
     @property
     def in_step(self) -> bool:
@@ -54,6 +57,11 @@ class PairDifferences:
 
     def add(self, rows_bWD: Tensor) -> Differences:
         holding = self._holding[0]
+        if rows_bWD.ndim == 4:
+            if not holding and rows_bWD.shape[1] % 2 == 0:  # pairs lie within steps
+                yield rows_bWD[:, 0::2], rows_bWD[:, 1::2]
+                return
+            rows_bWD = rows_bWD.flatten(0, 1)
         if holding:
             yield self._held_WD[None], rows_bWD[:1]
         start, turns = int(holding), rows_bWD.shape[0]
@@ -115,6 +123,8 @@ class MeanCentred:
         self._count_W = torch.zeros_like(self._count_W)
 
     def add(self, rows_bWD: Tensor) -> Differences:
+        if rows_bWD.ndim == 4:
+            rows_bWD = rows_bWD.flatten(0, 1)
         self._make_room(rows_bWD)
         yield rows_bWD, self._mean_WD.expand_as(rows_bWD)
         # The total is taken of the rows as they came, not of the centred ones.

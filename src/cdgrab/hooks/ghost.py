@@ -6,9 +6,9 @@ gradients of all examples (`cdgrab.ghost`). What the loop does with the loss doe
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,10 @@ from cdgrab.ghost.layers import MIXES_EXAMPLES, Records, differentiated, handler
 from cdgrab.ghost.plan import Layer, check_count, check_mixing, check_sums, find_layers
 from cdgrab.ghost.records import Record, total
 from cdgrab.ghost.sketch import Sketcher
-from cdgrab.hooks.replayed import Parts, ReplayedParts, Seen, signature
+from cdgrab.hooks.replayed import MOST_BYTES, Parts, Replays, Seen, recordable
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
-
-log = logging.getLogger("cdgrab")
-_MOST_BYTES = 1 << 30  # of what layers see in a pass that is copied to be replayed; larger models keep a GPU busy
 
 Consumer = Callable[[dict[str, Record], dict[str, torch.Size]], None]
 
@@ -65,6 +62,7 @@ class ExampleAttachment:
         sketcher: Sketcher | None = None,
     ) -> None:
         self.sketcher = sketcher
+        self._model = model
         self._ordering = ordering
         self.consume = consume
         self._mean = mean
@@ -87,11 +85,9 @@ class ExampleAttachment:
         self._expected: dict[str, Tensor] | None = {}  # gradients of the first pass, to hold the records against
         self._records: dict[str, list[Record]] = defaultdict(list)
         self._calls: list[_Call] = []
-        self.replays = sketcher is not None  # on a GPU, if passes are alike; may be switched off
+        self.replays = Replays(self._made)
         self._seen: list[Seen] = []  # of the pass under way, to be looked at when it ends
-        self._bytes = 0  # of what layers saw in the first pass
-        self._alike: object = None  # what passes must have in common with the last one to be recorded
-        self._replayed: ReplayedParts | None = None  # such a pass, recorded
+        self._bytes = 0  # of these
         self._first_handles: list[Any] = []  # needed until the first pass has been checked
         self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
         for layer in self._layers:
@@ -121,10 +117,8 @@ class ExampleAttachment:
         self._accumulated = True
 
     def _watch(self, layer: Layer) -> None:
-        if handler_of(layer.module) is not None:
-            self._handles.append(layer.module.register_forward_hook(self._after_known(layer), with_kwargs=True))
-            return
-        self._handles.append(layer.module.register_forward_hook(self._after_unknown(layer), with_kwargs=True))
+        after = self._after_unknown if handler_of(layer.module) is None else self._after_known
+        self._handles.append(layer.module.register_forward_hook(after(layer), with_kwargs=True))
 
     def _after_unknown(self, layer: Layer) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG001
@@ -147,29 +141,22 @@ class ExampleAttachment:
         return after
 
     def _after_known(self, layer: Layer) -> Callable[..., None]:
-        def after(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
+        def after(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:  # noqa: ARG001
             if self._differentiating or not output.requires_grad:
                 return
             given = args[0] if args else next(iter(kwargs.values()))
-            # What comes from outside may be a buffer that is filled again before the pair is complete. A sketch does
-            # not wait for it.
-            x = given.detach() if given.requires_grad or self.sketcher is not None else given.clone()
+            # What comes from outside may be a buffer that is filled again before the pass, or the pair, is complete.
+            x = given.detach() if given.requires_grad else given.clone()
             version, shape = x._version, output.shape
 
             def on_grad(grad: Tensor) -> None:
                 self._queue()
                 if x._version != version:
-                    raise ValueError(
-                        f"the input of layer {layer.name!r} ({type(module).__name__}) was changed in place after the "
-                        "layer had used it, so that its gradients cannot be told apart; use an operation that is not "
-                        "in place"
-                    )
+                    raise _changed(layer)
                 with torch.no_grad():
                     seen = Seen(layer, x, grad.reshape(shape))
-                    if self._expected is not None:
-                        self._bytes += seen.nbytes
                     if self._defers(grad):
-                        self._seen.append(seen)
+                        self._put_off(seen)
                     else:
                         self._take(seen)
 
@@ -185,7 +172,7 @@ class ExampleAttachment:
             # If a pass before broke off, what it left is not to be mixed with what comes.
             self._records.clear()
             self._calls.clear()
-            self._seen.clear()
+            self._seen, self._bytes = [], 0
             self._drop()
             self._accumulated = False
             if self._expected is not None:
@@ -200,41 +187,37 @@ class ExampleAttachment:
         num = self._count(seen.layer, grad)
         wide = torch.promote_types(grad.dtype, torch.float32)
         inputs = seen.x if not seen.x.is_floating_point() else seen.x.to(wide)
-        # The first pass is held against the gradients.
-        self._keep(seen.layer, handler(seen.layer.module, inputs, grad.to(wide), num), whole=self._expected is not None)
+        with _full_precision(grad.device):
+            records = handler(seen.layer.module, inputs, grad.to(wide), num)
+            # The first pass is held against the gradients.
+            self._keep(seen.layer, records, whole=self._expected is not None)
 
     def _defers(self, grad: Tensor) -> bool:
         """Whether a pass is looked at when it ends, all at once, to be replayed."""
         return (
-            self.replays
-            and grad.is_cuda
+            self.sketcher is not None
+            and self.replays.possible
+            and recordable(grad)
             and self._expected is None
-            and self._bytes <= _MOST_BYTES
-            and self.sketcher is not None
             and self.sketcher.settled(self._ordering.epoch)
-            and not torch.cuda.is_current_stream_capturing()  # somebody records the whole step
         )
 
-    def _parts(self, seen: list[Seen]) -> Parts:
-        """Of the rows of a pass: replayed, if there has been one like it before."""
-        assert self.sketcher is not None
-        alike = (self.sketcher.version, signature(seen))
-        if alike != self._alike:
-            self._alike, self._replayed = alike, None
-            return self._made(seen)
-        if self._replayed is None and self.replays:
-            try:
-                self._replayed = ReplayedParts(seen, self._made)
-            except RuntimeError as error:  # too little memory, or something CUDA does not record
-                self.replays = False
-                log.warning("sketches cannot be recorded as a CUDA graph, and are made without: %s", error)
-        return self._made(seen) if self._replayed is None else self._replayed(seen)
+    def _put_off(self, seen: Seen) -> None:
+        self._seen.append(seen)
+        self._bytes += seen.nbytes
+        if self._bytes > MOST_BYTES:
+            self.replays.possible = False
+            self.replays.forget()
+            put_off, self._seen = self._seen, []
+            for one in put_off:
+                self._take(one)
 
     def _made(self, seen: list[Seen]) -> Parts:
+        """Parts of the rows of a pass that was put off."""
         assert self.sketcher is not None
-        with torch.autocast(seen[0].grad.device.type, enabled=False):  # as in hooks
-            for one in seen:
-                self._take(one)
+        self.sketcher.drop()  # what a recording that failed may have left
+        for one in seen:
+            self._take(one)
         parts, self.sketcher.parts = self.sketcher.parts, {}
         return parts
 
@@ -283,9 +266,12 @@ class ExampleAttachment:
                 "activation checkpointing use use_reentrant=False"
             )
         self._forwards_before = self._forwards
-        with torch.no_grad():
+        with torch.no_grad(), _full_precision(next(self._model.parameters()).device):
             if seen and self.sketcher is not None:
-                self.sketcher.parts = self._parts(seen)
+                changed = next((one for one in seen if one.changed), None)
+                if changed is not None:
+                    raise _changed(changed.layer)
+                self.sketcher.parts = self.replays(seen, self._ordering._examples_due(), self.sketcher.version)
             self._records = taken
             self._differentiating = True  # layers run again, and are not to be watched
             try:
@@ -319,3 +305,17 @@ class ExampleAttachment:
             if name in records:
                 records[name].add_to(found[name], torch.full((num,), 1 / share, dtype=wide, device=grad.device))
         check_sums(found, grads)
+
+
+def _full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Also where `backward()` was called under autocast."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _changed(layer: Layer) -> ValueError:
+    return ValueError(
+        f"the input of layer {layer.name!r} ({type(layer.module).__name__}) was changed in place after the layer had "
+        "used it, so that its gradients cannot be told apart; use an operation that is not in place"
+    )

@@ -33,7 +33,7 @@ class Recorded(NamedTuple):
 
 
 class CapturedSteps:
-    """The steps of one process on a GPU, each a replay of the same graph.
+    """The steps of one process on a GPU, replayed.
 
     A short last batch, and everything before the first capture, runs eagerly through the same code. A model that the
     ordering is attached to gives sketches, which are taken from the attachment and observed later.
@@ -60,7 +60,7 @@ class CapturedSteps:
         self._sketch_ND: Tensor | None = None  # of the last batch
         if self._attachment is not None:
             self._attachment.consume = self._take_sketch
-            self._attachment.replays = False  # whole steps are
+            self._attachment.replays.possible = False  # whole steps are replayed
         elif balanced and problem.gradient is None and problem.single_examples:
             self._example_rows = ExampleRows(problem.model)
         by_unit = balanced and problem.gradient is None and not problem.single_examples and self._device.type == "cuda"
@@ -161,16 +161,16 @@ class CapturedSteps:
         parameters = [p.detach().clone() for p in self._parameters]
         state = copy.deepcopy(self._optimizer.state_dict())
         if self._long and not self._rows_KND.numel():
-            # Rows of one worker within a step are pairs already; where there is but one, a pair takes two steps.
-            num = 1 if self._batch > self._ordering.world.size else 2
+            # With an even number for each worker, a step's rows are pairs already; otherwise those of two steps are.
+            num = 1 if self._batch // self._ordering.world.size % 2 == 0 else 2
             self._rows_KND = widened(self._flat_D).new_zeros(num, self._batch, len(self._flat_D))
         places: list[Tensor | None] = list(self._rows_KND) if self._long else [None]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(3):
+            for number in range(3):
                 self._step.zero_()  # an epoch may be shorter than three steps
-                self._body(places[0])
+                self._body(places[number % len(places)])  # kernels depend on how a place is aligned
         torch.cuda.current_stream().wait_stream(stream)
         self._restore(parameters, state)
         for place in places:

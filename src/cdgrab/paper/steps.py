@@ -21,7 +21,7 @@ from cdgrab import Ordering
 from cdgrab.paper.tasks.base import Problem
 
 _MOST_STEPS = 64
-_MOST_BYTES = {"cpu": 1 << 22, "cuda": 1 << 33}  # of rows that are collected
+_MOST_BYTES = {"cpu": 1 << 23, "cuda": 1 << 33}  # of rows that are collected
 
 Batch = tuple[Tensor, ...]
 

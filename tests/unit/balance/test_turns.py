@@ -81,17 +81,20 @@ def test_rows_that_are_not_finite_leave_no_trace(bad: float, workers: int) -> No
 
 @pytest.mark.parametrize("order", ["cd-grab", "pair", "grab", "id-grab"])
 @pytest.mark.parametrize("steps", [1, 2, 7, 40])
-def test_orders_do_not_depend_on_how_many_steps_are_observed_together(order: str, steps: int, engine: str) -> None:
+@pytest.mark.parametrize("batch", [3, 6, 9])  # one unit of a worker, two, three
+def test_orders_do_not_depend_on_how_many_steps_are_observed_together(
+    order: str, steps: int, batch: int, engine: str
+) -> None:
     if engine != "compiled":
         pytest.skip("tables of several rows are rounded by block")
-    # 40 steps of 6 rows are more than wait (2^16 numbers); fewer wait first.
-    vectors = randn(240, 400, seed=4)
+    # 40 steps are more than wait (2^16 numbers); fewer wait first.
+    vectors = randn(360, 600, seed=4)
 
     def orders(steps: int) -> tuple[Tensor, ...]:
-        ordering = Ordering(240, batch_size=6, unit_size=1, order=order, world=World.simulated(3))
+        ordering = Ordering(360, batch_size=batch, unit_size=1, order=order, world=World.simulated(3))
         for _ in range(2):
-            for index in torch.from_numpy(ordering.remaining()).split(6 * steps):
-                ordering.observe(vectors[index].view(-1, 6, 400))
+            for index in torch.from_numpy(ordering.remaining()).split(batch * steps):
+                ordering.observe(vectors[index].view(-1, batch, 600))
         return ordering.orders
 
     for found, expected in zip(orders(steps), orders(40), strict=True):

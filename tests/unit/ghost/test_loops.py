@@ -101,6 +101,26 @@ def test_autocast() -> None:
     assert 0 < ordering.metrics()["imbalance"] < 2
 
 
+@pytest.mark.parametrize("source", ["ghost", "per_example", "sketch"])
+def test_a_backward_pass_under_autocast_is_looked_at_in_full_precision(source: str) -> None:
+    """Whoever calls `backward()` inside gets gradients of half precision; inner products of them are not to be."""
+
+    def found(inside: bool) -> tuple[list[int], float]:
+        net = model().float()
+        ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4))
+        ordering.attach(net, source=source, length=40)
+        for start in range(0, 24, 4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = cross_entropy(net(X[start : start + 4].float()), Y[start : start + 4])
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+        return ordering.order.tolist(), ordering.metrics()["imbalance"]
+
+    assert found(True) == found(False)
+
+
 def test_sources_agree_and_detach_ends_it() -> None:
     orders = []
     for source in ("ghost", "per_example"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +39,10 @@ def test_long_rows_are_written_where_they_are_observed(
     chosen = config(order="cd-grab", workers=workers, batch_size=6)
     here = [record.loss for record in Trainer(chosen, PROBLEMS[name](31)).run()]
     monkeypatch.setattr(captured, "_LONG", 0)
-    there = [record.loss for record in Trainer(chosen, PROBLEMS[name](31), device="cuda").run()]
-    assert there == pytest.approx(here, rel=1e-9)
+    trainer = Trainer(chosen, PROBLEMS[name](31), device="cuda")
+    assert [record.loss for record in trainer.run()] == pytest.approx(here, rel=1e-9)
+    steps: Any = trainer._steps
+    assert len(steps._recorded) == (1 if workers == 3 else 2)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])

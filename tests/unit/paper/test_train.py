@@ -7,6 +7,7 @@ import torch
 
 from _problems import PROBLEMS, config, layers
 from cdgrab import Ordering, World
+from cdgrab.paper import steps
 from cdgrab.paper.repeatable import repeatable
 from cdgrab.paper.tasks.base import Problem
 from cdgrab.paper.train import Trainer
@@ -39,7 +40,11 @@ def by_hand(problem: Problem, order: str, epochs: int) -> list[float]:
 
 @pytest.mark.parametrize("order", ["rr", "cd-grab", "pair", "id-grab", "grab"])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_losses_are_those_of_a_loop_by_hand(name: str, order: str) -> None:
+@pytest.mark.parametrize("at_once", [1, 800, 1 << 23])  # bytes of batches: one step, a few, the whole epoch
+def test_losses_are_those_of_a_loop_by_hand(
+    name: str, order: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(steps._MOST_BYTES, "cpu", at_once)
     expected = by_hand(PROBLEMS[name](31), order, 3)
     found = [record.loss for record in Trainer(config(order=order), PROBLEMS[name](31)).run()]
     assert found == pytest.approx(expected, rel=1e-9)
