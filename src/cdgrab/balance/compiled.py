@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from cdgrab.balance.rules import FloatArray
+from cdgrab.units import IntArray
 
-IntArray = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 
 ALL_CORES = 1 << 15  # rows from this length on occupy them

@@ -107,6 +107,14 @@ def check_mixing(name: str, module: nn.Module) -> None:
         )
 
 
+def changed_in_place(layer: Layer) -> ValueError:
+    """For tensors that are no longer what the layer saw."""
+    return ValueError(
+        f"what layer {layer.name!r} ({type(layer.module).__name__}) took or gave was changed in place, so that its "
+        "gradients cannot be told apart; use an operation that is not in place"
+    )
+
+
 def check_count(layer: Layer, shape: torch.Size, num: int) -> None:
     """Refuse outputs of `shape` that have not one entry for each of `num` examples along the first dimension."""
     flattened = len(shape) == 2 and shape[0] % num == 0 and isinstance(layer.module, nn.Linear)

@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from cdgrab.ghost.layers import MIXES_EXAMPLES, Records, differentiated, handler_of
-from cdgrab.ghost.plan import Layer, check_count, check_mixing, check_sums, find_layers
+from cdgrab.ghost.plan import Layer, changed_in_place, check_count, check_mixing, check_sums, find_layers
 from cdgrab.ghost.records import Record, total
 from cdgrab.ghost.sketch import Sketcher
 from cdgrab.hooks.replayed import MOST_BYTES, Parts, Replays, Seen, recordable
@@ -152,7 +152,7 @@ class ExampleAttachment:
             def on_grad(grad: Tensor) -> None:
                 self._queue()
                 if x._version != version:
-                    raise _changed(layer)
+                    raise changed_in_place(layer)
                 with torch.no_grad():
                     seen = Seen(layer, x, grad.reshape(shape))
                     if self._defers(grad):
@@ -270,7 +270,7 @@ class ExampleAttachment:
             if seen and self.sketcher is not None:
                 changed = next((one for one in seen if one.changed), None)
                 if changed is not None:
-                    raise _changed(changed.layer)
+                    raise changed_in_place(changed.layer)
                 self.sketcher.parts = self.replays(seen, self._ordering._examples_due(), self.sketcher.version)
             self._records = taken
             self._differentiating = True  # layers run again, and are not to be watched
@@ -312,10 +312,3 @@ def _full_precision(device: torch.device) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
-
-
-def _changed(layer: Layer) -> ValueError:
-    return ValueError(
-        f"the input of layer {layer.name!r} ({type(layer.module).__name__}) was changed in place after the layer had "
-        "used it, so that its gradients cannot be told apart; use an operation that is not in place"
-    )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cdgrab.ghost.layers import Records, differentiated, handler_of, widened
-from cdgrab.ghost.plan import Layer, check_count, check_sums, find_layers
+from cdgrab.ghost.plan import Layer, changed_in_place, check_count, check_sums, find_layers
 from cdgrab.ghost.records import Record, write_rows
 
 
@@ -110,10 +110,7 @@ class ExampleRows:
 def _records(use: _Use, grads: list[Tensor | None], num: int) -> Records:
     module = use.layer.module
     if use.versions != [tensor._version for tensor in use.tensors()]:
-        raise ValueError(
-            f"what layer {use.layer.name!r} ({type(module).__name__}) took or gave was changed in place, so that its "
-            "gradients cannot be told apart; use an operation that is not in place"
-        )
+        raise changed_in_place(use.layer)
     some = next((grad for grad in grads if grad is not None), None)
     if some is None:
         return {}

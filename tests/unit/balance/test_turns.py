@@ -81,7 +81,7 @@ def test_rows_that_are_not_finite_leave_no_trace(bad: float, workers: int) -> No
 
 @pytest.mark.parametrize("order", ["cd-grab", "pair", "grab", "id-grab"])
 @pytest.mark.parametrize("steps", [1, 2, 7, 40])
-@pytest.mark.parametrize("batch", [3, 6, 9])  # one unit of a worker, two, three
+@pytest.mark.parametrize("batch", [3, 6, 9, 12])  # one unit of a worker, two, three, four: two pairs in a step
 def test_orders_do_not_depend_on_how_many_steps_are_observed_together(
     order: str, steps: int, batch: int, engine: str
 ) -> None:
