@@ -1,4 +1,4 @@
-"""Small problems with gradients of every kind: in closed form, from layers, and by a backward pass for every unit."""
+"""Small problems with gradients of every kind: in closed form, from layers, and of units of several examples."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def units(num: int) -> Problem:
         "perplexity",
         False,
         "made up",
-        single_examples=False,
+        examples=2,
     )
 
 

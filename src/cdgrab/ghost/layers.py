@@ -1,6 +1,7 @@
 """Layer by layer: from the inputs and output gradients of a module to records of its parameters.
 
-A layer that is not in the table is differentiated once more, example by example, with `torch.func`.
+A layer that is not in the table is differentiated once more: a recurrent one by `recurrent.py`, any other example by
+example, with `torch.func`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cdgrab.ghost.convolved import Convolved, Geometry, patches
 from cdgrab.ghost.records import Lookup, Matrix, Record, Rows
+from cdgrab.ghost.recurrent import opens, run_again
 
 Records = dict[str, Record]
 Handler = Callable[[Any, Tensor, Tensor, int], Records]
@@ -108,22 +110,33 @@ def handler_of(module: nn.Module) -> Handler | None:
 
 
 def differentiated(module: nn.Module, args: Any, kwargs: Any, grads: list[Tensor | None], num: int) -> Records:
-    """Rows of any module that treats its examples one by one: its backward pass, run once for every example.
+    """Records of any module that treats its examples one by one: it runs once more.
 
-    Whatever has `num` entries along the first dimension is taken to be one for each example.
+    A recurrent module runs for all of them together, any other for each of them. Whatever is as long as the outputs are
+    along the first dimension is taken to be laid out example by example.
     """
+    leaves, spec = tree_flatten((args, {k: v for k, v in kwargs.items() if k != "attn_mask"}))
+    leaves = [widened(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    wide = [None if grad is None else widened(grad) for grad in grads]
+    if opens(module):
+        again_args, again_kwargs = tree_unflatten(leaves, spec)
+        return run_again(module, again_args, again_kwargs, wide, num)
+    if isinstance(module, nn.RNNBase) and (len(args) > 1 or kwargs):
+        raise ValueError(
+            f"{type(module).__name__} has projections and is called with a state, which is not laid out example by "
+            "example; let it begin with none, or freeze it"
+        )
     params = {name: widened(p) for name, p in module.named_parameters() if p.requires_grad}
     others = {name: widened(p) for name, p in module.named_parameters() if not p.requires_grad}
     others |= {name: widened(buffer) for name, buffer in module.named_buffers()}
-    leaves, spec = tree_flatten((args, {k: v for k, v in kwargs.items() if k != "attn_mask"}))
-    leaves = [widened(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == num for leaf in leaves]
+    cotangents = [grad.unflatten(0, (num, -1)) for grad in wide if grad is not None]
+    length = cotangents[0].shape[:2].numel()
+    mapped = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == length for leaf in leaves]
     fixed = {"attn_mask": kwargs["attn_mask"]} if "attn_mask" in kwargs else {}
-    known = [grad is not None for grad in grads]
 
     def pullback(examples: list[Tensor], cotangents: list[Tensor]) -> dict[str, Tensor]:
         rest = iter(examples)
-        one = [next(rest)[None] if is_mapped else leaf for leaf, is_mapped in zip(leaves, mapped, strict=True)]
+        one = [next(rest) if is_mapped else leaf for leaf, is_mapped in zip(leaves, mapped, strict=True)]
         one_args, one_kwargs = tree_unflatten(one, spec)
         if isinstance(module, nn.RNNBase):
             one_args = (*one_args, _initial_state(module, one_args[0]))
@@ -131,19 +144,13 @@ def differentiated(module: nn.Module, args: Any, kwargs: Any, grads: list[Tensor
         def outputs(params: dict[str, Tensor]) -> list[Tensor]:
             result = functional_call(module, (params, others), one_args, one_kwargs | fixed)
             found = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
-            return [leaf for leaf, wanted in zip(found, known, strict=True) if wanted]
+            return [leaf for leaf, grad in zip(found, wide, strict=True) if grad is not None]
 
         pull: Any = vjp(outputs, params)[1]
-        gradient: dict[str, Tensor] = pull([cotangent[None] for cotangent in cotangents])[0]
+        gradient: dict[str, Tensor] = pull(cotangents)[0]
         return gradient
 
-    examples = [leaf for leaf, is_mapped in zip(leaves, mapped, strict=True) if is_mapped]
-    cotangents = [widened(grad) for grad in grads if grad is not None]
-    if isinstance(module, nn.RNNBase) and (len(args) > 1 or kwargs):
-        raise ValueError(
-            f"{type(module).__name__} is called with a state, which is not laid out example by example; let it begin "
-            "with none, or freeze it"
-        )
+    examples = [leaf.unflatten(0, (num, -1)) for leaf, is_mapped in zip(leaves, mapped, strict=True) if is_mapped]
     # What is fastest for a batch knows no batch of batches.
     before = torch.backends.mkldnn.set_flags(_enabled=False)[0]
     try:
@@ -165,8 +172,8 @@ def _initial_state(module: nn.RNNBase, x: Tensor) -> Any:
     """Zeros, as without a state; but of this example, where those the module makes would belong to none."""
     layers = module.num_layers * (2 if module.bidirectional else 1)
     zero = 0 * x.flatten()[0]
-    h = zero + x.new_zeros(layers, 1, getattr(module, "proj_size", 0) or module.hidden_size)
-    return (h, zero + x.new_zeros(layers, 1, module.hidden_size)) if isinstance(module, nn.LSTM) else h
+    h = zero + x.new_zeros(layers, len(x), getattr(module, "proj_size", 0) or module.hidden_size)
+    return (h, zero + x.new_zeros(layers, len(x), module.hidden_size)) if isinstance(module, nn.LSTM) else h
 
 
 def _by_example(x: Tensor, num: int) -> Tensor:

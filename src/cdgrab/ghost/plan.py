@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cdgrab.ghost.layers import MIXES_EXAMPLES, WHOLE, handler_of
+from cdgrab.ghost.recurrent import opens
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Cost:
 def cost(layer: Layer, positions: int, batch: int) -> Cost:
     """With `positions` in time or space, and `batch` examples, of which two steps make the pairs."""
     size = layer.size()
+    if opens(layer.module):
+        return _recurrent_cost(layer.module, positions, batch)
     if not layer.known:
         return Cost("differentiated once more for every example", layer.numel, 1.0)
     if isinstance(layer.module, nn.Embedding):
@@ -46,7 +50,10 @@ def cost(layer: Layer, positions: int, batch: int) -> Cost:
         return Cost("tokens and output gradients", positions * (q + 1), float("nan"))
     if size is None:
         return Cost("rows of this layer", layer.numel, float("nan"))
-    q, p = size
+    return _matrix_cost(*size, positions, batch)
+
+
+def _matrix_cost(q: int, p: int, positions: int, batch: int) -> Cost:
     plain = 6 * batch * positions * p * q
     if p * q <= positions * (p + q):
         return Cost("rows of this layer", p * q, (2 * positions + batch + 2) * batch * p * q / plain)
@@ -56,6 +63,18 @@ def cost(layer: Layer, positions: int, batch: int) -> Cost:
     if by_factors <= by_rows:
         return Cost("factors", kept, by_factors / plain)
     return Cost("factors; rows of this layer while a pair is balanced", kept, by_rows / plain)
+
+
+def _recurrent_cost(module: nn.Module, positions: int, batch: int) -> Cost:
+    sizes = [parameter.shape for name, parameter in module.named_parameters() if name.startswith("weight_")]
+    parts = [(q * p, _matrix_cost(q, p, positions, batch)) for q, p in sizes]
+    # It runs forward and back, for the gradients of its inputs; those it does not have are as many as its gates.
+    again = sum(4 * q * p for q, p in sizes) + sum(2 * q * q for q, _ in sizes)  # two weights for each set of gates
+    plain = sum(6 * numel for numel, _ in parts)
+    of_weights = sum(6 * numel * found.extra for numel, found in parts)
+    return Cost(
+        "run once more; its weights as above", sum(found.kept for _, found in parts), (again + of_weights) / plain
+    )
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
@@ -115,10 +134,12 @@ def changed_in_place(layer: Layer) -> ValueError:
     )
 
 
-def check_count(layer: Layer, shape: torch.Size, num: int) -> None:
-    """Refuse outputs of `shape` that have not one entry for each of `num` examples along the first dimension."""
-    flattened = len(shape) == 2 and shape[0] % num == 0 and isinstance(layer.module, nn.Linear)
-    if shape[0] != num and not flattened:
+def check_count(layer: Layer, grads: Sequence[Tensor | None], num: int) -> None:
+    """Refuse outputs, with these gradients, that have not one entry for each of `num` examples where they should."""
+    place, shape = next((place, grad.shape) for place, grad in enumerate(grads) if grad is not None)
+    length = shape[1] if place > 0 and opens(layer.module) else shape[0]  # states have the layers first
+    flattened = len(shape) == 2 and length % num == 0 and isinstance(layer.module, nn.Linear)
+    if length != num and not flattened:
         raise ValueError(
             f"layer {layer.name!r} ({type(layer.module).__name__}) has outputs of shape {tuple(shape)}, but the batch "
             f"has {num} examples; examples must come first in every layer (batch_first=True; positions of an Embedding "
@@ -194,6 +215,7 @@ def _positions(model: nn.Module, layers: list[Layer], inputs: tuple[Any, ...]) -
     num = len(inputs[0])
 
     def note(name: str, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output  # a state beside it
         if isinstance(output, torch.Tensor):
             channels = output.shape[1] if isinstance(model.get_submodule(name), _CHANNELS_FIRST) else output.shape[-1]
             found[name] = max(1, output.numel() // (num * channels))

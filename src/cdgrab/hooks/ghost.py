@@ -184,7 +184,7 @@ class ExampleAttachment:
         """The records of a known layer."""
         handler, grad = handler_of(seen.layer.module), seen.grad
         assert handler is not None
-        num = self._count(seen.layer, grad)
+        num = self._count(seen.layer, [grad])
         wide = torch.promote_types(grad.dtype, torch.float32)
         inputs = seen.x if not seen.x.is_floating_point() else seen.x.to(wide)
         with _full_precision(grad.device):
@@ -225,10 +225,10 @@ class ExampleAttachment:
         if self.sketcher is not None:
             self.sketcher.drop()
 
-    def _count(self, layer: Layer, grad: Tensor) -> int:
+    def _count(self, layer: Layer, grads: list[Tensor | None]) -> int:
         """How many examples there are; every layer must have them along its first dimension."""
         num = self._ordering._examples_due()
-        check_count(layer, grad.shape, num)
+        check_count(layer, grads, num)
         return num
 
     def _keep(self, layer: Layer, records: Records, *, whole: bool) -> None:
@@ -276,7 +276,7 @@ class ExampleAttachment:
             self._differentiating = True  # layers run again, and are not to be watched
             try:
                 for call in calls:
-                    num = self._count(call.layer, next(grad for grad in call.grads if grad is not None))
+                    num = self._count(call.layer, call.grads)
                     rows = differentiated(call.layer.module, call.args, call.kwargs, call.grads, num)
                     self._keep(call.layer, rows, whole=expected is not None)
             finally:

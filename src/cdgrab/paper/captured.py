@@ -18,10 +18,9 @@ from cdgrab import Ordering
 from cdgrab.ghost.layers import widened
 from cdgrab.ghost.records import Record
 from cdgrab.hooks.rows import ExampleRows
-from cdgrab.paper.steps import Batch, block_steps, flat_gradients, unit_rows
+from cdgrab.paper.steps import Batch, block_steps, flat_gradients, layer_rows
 from cdgrab.paper.tasks.base import Problem
 
-_MOST_STREAMS = 8
 _LONG = 1 << 28  # bytes of a step's rows from which on they are not copied
 
 
@@ -61,10 +60,8 @@ class CapturedSteps:
         if self._attachment is not None:
             self._attachment.consume = self._take_sketch
             self._attachment.replays.possible = False  # whole steps are replayed
-        elif balanced and problem.gradient is None and problem.single_examples:
-            self._example_rows = ExampleRows(problem.model)
-        by_unit = balanced and problem.gradient is None and not problem.single_examples and self._device.type == "cuda"
-        self._streams = [torch.cuda.Stream() for _ in range(min(batch, _MOST_STREAMS) if by_unit else 0)]
+        elif balanced and problem.gradient is None:
+            self._rows = ExampleRows(problem.model, problem.examples)
         self._recorded: list[Recorded] = []
         self._captured_at: list[float] = []
         self._index_SN = torch.zeros(0, batch, dtype=torch.int64, device=self._device)
@@ -225,14 +222,8 @@ class CapturedSteps:
             place_ND = widened(self._flat_D).new_empty(num, len(self._flat_D))
         if problem.gradient is not None:
             self._flat_D.copy_(problem.gradient(problem.model, *batch, rows=place_ND))
-        elif problem.single_examples:
-            self._example_rows(lambda: problem.loss(problem.model, *batch), num, place_ND)
-            torch.sum(place_ND, 0, out=self._flat_D)
-            if num != self._batch:  # the mean over fewer examples gives each of them more weight
-                place_ND.mul_(num / self._batch)
         else:
-            unit_rows(problem, self._parameters, batch, place_ND, self._streams)
-            torch.mean(place_ND, 0, out=self._flat_D)
+            layer_rows(self._rows, problem, batch, self._batch, place_ND, self._flat_D)
         return place_ND
 
     def _take_sketch(self, records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:  # noqa: ARG002

@@ -9,8 +9,7 @@ Shapes: `N` units in a batch, `D` parameters, `K` steps that are collected.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdgrab import Ordering
+from cdgrab.hooks.rows import ExampleRows
 from cdgrab.paper.tasks.base import Problem
 
 _MOST_STEPS = 64
@@ -152,12 +152,13 @@ class EagerSteps:
         self._batch, self._balanced, self._ranks = batch, balanced, ranks
         self._parameters = [p for p in problem.model.parameters() if p.requires_grad]
         self.seconds_exchange = self.seconds_fitting = 0.0
-        one_by_one = balanced and ranks == 1 and not problem.single_examples
+        in_parts = balanced and ranks == 1 and problem.examples > 1
         self._gradient: Callable[[Batch], None] = self._by_backward
         if problem.gradient is not None:
             self._gradient = self._in_closed_form
-        elif one_by_one:
-            self._gradient = self._unit_by_unit
+        elif in_parts:
+            self._gradient = self._by_layers
+            self._rows = ExampleRows(problem.model, problem.examples)
         # Batches of several steps are fetched at once.
         of_step = batch * sum(part[:1].nbytes for part in problem.train)
         self._fetched = max(1, min(_MOST_STEPS, _MOST_BYTES["cpu"] // of_step))
@@ -213,9 +214,9 @@ class EagerSteps:
             self._flat_D.div_(self._ranks)
             self.seconds_exchange += time.perf_counter() - start
 
-    def _unit_by_unit(self, batch: Batch) -> None:
-        rows_ND = unit_rows(self._problem, self._parameters, batch, self._collector.place(len(batch[0])))
-        torch.mean(rows_ND, 0, out=self._flat_D)
+    def _by_layers(self, batch: Batch) -> None:
+        place_ND = self._collector.place(len(batch[0]))
+        layer_rows(self._rows, self._problem, batch, self._batch, place_ND, self._flat_D)
 
 
 def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
@@ -226,20 +227,10 @@ def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
     return flat_D
 
 
-def unit_rows(
-    problem: Problem,
-    parameters: list[nn.Parameter],
-    batch: Batch,
-    place_ND: Tensor,
-    streams: Sequence[torch.cuda.Stream] = (),
-) -> Tensor:
-    """Gradients of units, by a backward pass each, in `place_ND`; side by side on the `streams` of a GPU, if any."""
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream())
-    for number, (row_D, *unit) in enumerate(zip(place_ND, *(part.split(1) for part in batch), strict=True)):
-        with torch.cuda.stream(streams[number % len(streams)]) if streams else nullcontext():
-            grads = torch.autograd.grad(problem.loss(problem.model, *unit), parameters)
-            torch.cat([grad.flatten() for grad in grads], out=row_D)
-    for stream in streams:
-        torch.cuda.current_stream().wait_stream(stream)
-    return place_ND
+def layer_rows(rows: ExampleRows, problem: Problem, batch: Batch, whole: int, place_ND: Tensor, flat_D: Tensor) -> None:
+    """Write what every unit adds to the gradient into `place_ND`, and the gradient into `flat_D`."""
+    num = len(batch[0])
+    rows(lambda: problem.loss(problem.model, *batch), num, place_ND)
+    torch.sum(place_ND, 0, out=flat_D)
+    if num != whole:  # the mean over fewer units gives each of them more weight
+        place_ND.mul_(num / whole)

@@ -78,12 +78,12 @@ class Trainer:
         captured = self.device.type == "cuda" and ranks == 1 and capture is not False
         self.optimizer = _optimizer(config, model, captured)
         self.scheduler = _scheduler(config, self.optimizer)
-        if balanced and config.source != "exact" and (closed or not problem.single_examples):
+        if balanced and config.source != "exact" and (closed or problem.examples > 1):
             raise ValueError(
                 f"source {config.source!r} makes short rows of single examples' layers, which {config.task} has not"
             )
         sketched = config.source != "exact"
-        if balanced and not closed and (sketched or not captured) and (ranks > 1 or problem.single_examples):
+        if balanced and not closed and (sketched or not captured) and (ranks > 1 or problem.examples == 1):
             self._attach(model, ranks)
         self._steps: Steps
         if captured:
@@ -164,7 +164,7 @@ class Trainer:
 
     def _attach(self, model: nn.Module, ranks: int) -> None:
         config, spec = self.config, find_order(self.config.order)
-        if not self.problem.single_examples:
+        if self.problem.examples > 1:
             if self._batch != 1:
                 raise ValueError(
                     f"a rank's batch is {self._batch} units of {config.task}, whose gradients a backward pass does not "

@@ -19,7 +19,9 @@ from torch.nn import functional as F
 import _data
 from _data import dim, make, needs_transformers
 from cdgrab.paper.catalogue import CATALOGUE, DataError
+from cdgrab.paper.data import find as find_data
 from cdgrab.paper.tasks import find_task
+from cdgrab.paper.tasks import glue as glue_task
 from cdgrab.paper.tasks import gpt2 as gpt2_task
 from cdgrab.paper.tasks import wikitext2 as wikitext2_task
 from cdgrab.paper.tasks.base import Problem
@@ -210,7 +212,7 @@ def test_units_of_wikitext_are_pieces_of_columns(tmp_path: Path) -> None:
     assert x[2, 0, 0] == 4 * 80
     assert wikitext2_task.words(" a b \n \n") == ["a", "b", "<eos>", "<eos>"]
     problem = make("wikitext2", tmp_path)
-    assert not problem.single_examples
+    assert problem.examples == 4
     assert dim(problem.model) == (len(_data.WORDS) + 1) * 32 + 2 * (4 * 32 * 64 + 8 * 32)
 
 
@@ -236,7 +238,25 @@ def test_an_encoder_computes_what_transformers_does(tmp_path: Path) -> None:
     means = torch.stack([row[: int(length)].mean(0) for row, length in zip(hidden, mask.sum(1), strict=True)])
     torch.testing.assert_close(problem.model(words, kinds, mask), head(means))
     assert "MRPC: 12 / 12 examples" in problem.data
-    assert problem.data.endswith("encoder in encoder/")
+
+
+@needs_transformers
+def test_words_that_do_not_occur_are_left_out_of_an_encoder(tmp_path: Path) -> None:
+    problem = make("glue", tmp_path, "cola")
+    source = find_data("minilm", tmp_path)
+    split, whole = glue_task.tokenizer(source), glue_task.pretrained(source)
+    texts, _ = glue_task.read(find_data("glue-cola", tmp_path), "train.tsv", glue_task.TABLES["cola"])
+    words, kinds, mask = split(texts)
+    encoder: Any = problem.model.get_submodule("encoder")
+    torch.testing.assert_close(
+        encoder(input_ids=problem.train[0], token_type_ids=kinds, attention_mask=mask)[0],
+        whole(input_ids=words, token_type_ids=kinds, attention_mask=mask)[0],
+    )
+    left, all_of_them = len(encoder.embeddings.word_embeddings.weight), len(whole.embeddings.word_embeddings.weight)
+    assert left < all_of_them  # [UNK], if nothing else
+    assert problem.data.endswith(f"encoder in encoder/ with the {left} of its {all_of_them} words that occur")
+    # Words of the development set are known too.
+    assert set(problem.evaluate(problem.model)) == {"accuracy", "matthews", "dev_loss"}
 
 
 def test_files_of_ones_own_are_said_to_be_so(tmp_path: Path) -> None:

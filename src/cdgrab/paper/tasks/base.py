@@ -66,8 +66,7 @@ class Problem:
             automatic differentiation.
         late: The same with rows for many steps at once, if that is faster.
         minimum: Finds the smallest possible training loss, where it can be known.
-        single_examples: Whether a unit is one example that layers see along their first dimension. If not, the
-            gradient of a unit takes a backward pass of its own.
+        examples: How many examples make a unit; layers see them along their first dimension, one after the other.
     """
 
     model: nn.Module
@@ -81,7 +80,7 @@ class Problem:
     gradient: Callable[..., Tensor] | None = None
     late: LateRows | None = None
     minimum: Callable[[], float] | None = None
-    single_examples: bool = True
+    examples: int = 1
 
     def rows(self, *batch: Tensor) -> Tensor:
         """The gradient of every unit, from `gradient`."""

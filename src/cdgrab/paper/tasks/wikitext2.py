@@ -111,7 +111,7 @@ def load(folder: Path, variant: str, seed: int) -> Problem:  # noqa: ARG001
         data=f"WikiText-2: {len(train):,} / {len(valid):,} / {len(test):,} words, {len(vocabulary):,} different; "
         f"{len(x):,} units of {UNIT_COLUMNS} x {LENGTH} ({left_out} words at the ends of columns are left out)"
         f"{found.note}",
-        single_examples=False,
+        examples=UNIT_COLUMNS,
     )
 
 

@@ -1,0 +1,167 @@
+"""LSTM, GRU and RNN: gradients of all gates from one ordinary backward pass.
+
+The gradient of an example needs those of the gates at every step in time, which fused kernels keep to themselves. So a
+layer is given more inputs than it has: zeros that an identity matrix adds to the gates. They change nothing, and their
+gradients are those of the gates.
+
+Shapes: `M` sequences, `T` steps in time, `p` inputs, `H` hidden numbers, `G` those of all gates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils._pytree import tree_leaves
+
+from cdgrab.ghost.records import Matrix, Record, Rows
+
+
+@dataclass(frozen=True)
+class Tap:
+    """What one direction of one layer saw, and the zeros whose gradients are those of its gates."""
+
+    suffix: str  # of its parameters' names
+    x_MTp: Tensor
+    before_MTH: Tensor  # the hidden numbers that each step began with
+    zeros_MTG: Tensor
+
+
+def opens(module: nn.Module) -> bool:
+    """Whether a module is of a kind that is served here."""
+    return type(module) in (nn.LSTM, nn.GRU, nn.RNN) and not getattr(module, "proj_size", 0)
+
+
+def called_with(input: Any, hx: Any = None) -> tuple[Tensor, Any]:
+    """Inputs and state of a call."""
+    if not isinstance(input, Tensor) or input.ndim != 3:
+        raise ValueError("a recurrent layer was called with a packed or single sequence; give it a batch, padded")
+    return input, hx
+
+
+class Opened:
+    """A recurrent module with more inputs than it has.
+
+    It computes what the module does, with the module's parameters of the moment, and leaves taps.
+    """
+
+    def __init__(self, module: Any, like: Tensor) -> None:
+        directions = ("", "_reverse")[: 1 + module.bidirectional]
+        self._suffixes = [[f"_l{layer}{end}" for end in directions] for layer in range(module.num_layers)]
+        # Each is a module of one layer and one direction: only modules have their weights where a GPU wants them.
+        self._parts = {suffix: _longer(module, suffix, like) for both in self._suffixes for suffix in both}
+
+    def __call__(self, module: nn.Module, x_MTp: Tensor, state: Any = None) -> tuple[tuple[Tensor, Any], list[Tap]]:
+        """The module's output and last state, and a tap for each direction of each layer."""
+        self._copy_weights(module)
+        given = tuple(tree_leaves(state)) if state is not None else ()
+        taps: list[Tap] = []
+        left: list[list[Tensor]] = []
+        for both in self._suffixes:
+            sides = []
+            for suffix in both:
+                backwards = suffix.endswith("_reverse")
+                first = tuple(part[len(taps) : len(taps) + 1] for part in given)
+                hidden_MTH, last, tap = self._run(suffix, x_MTp.flip(1) if backwards else x_MTp, first)
+                sides.append(hidden_MTH.flip(1) if backwards else hidden_MTH)
+                left.append(last)
+                taps.append(tap)
+            x_MTp = torch.cat(sides, 2) if len(sides) > 1 else sides[0]
+        ends = tuple(torch.cat(parts) for parts in zip(*left, strict=True))
+        return (x_MTp, ends if len(ends) > 1 else ends[0]), taps
+
+    def _run(self, suffix: str, x_MTp: Tensor, first: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor], Tap]:
+        part = self._parts[suffix]
+        num, steps, _ = x_MTp.shape
+        zeros_MTG = x_MTp.new_zeros(num, steps, len(part.weight_ih_l0)).requires_grad_()
+        state = None if not first else first if len(first) > 1 else first[0]
+        hidden_MTH, last = part(torch.cat([x_MTp, zeros_MTG], 2), state)
+        begin_M1H = first[0].transpose(0, 1) if first else hidden_MTH.new_zeros(num, 1, part.hidden_size)
+        before_MTH = torch.cat([begin_M1H.detach(), hidden_MTH[:, :-1].detach()], 1)
+        return hidden_MTH, tree_leaves(last), Tap(suffix, x_MTp.detach(), before_MTH, zeros_MTG)
+
+    def _copy_weights(self, module: nn.Module) -> None:
+        places: list[Tensor] = []
+        values: list[Tensor] = []
+        for suffix, part in self._parts.items():
+            for name, place in part.named_parameters():
+                value = module.get_parameter(name.removesuffix("_l0") + suffix)
+                places.append(place[:, : value.shape[1]] if value.ndim > 1 else place)
+                values.append(value)
+        with torch.no_grad():
+            torch._foreach_copy_(places, values)
+
+
+def records_of(module: Any, taps: list[Tap], grads: list[Tensor | None], num: int) -> dict[str, Record]:
+    """Records of the parameters for `num` examples, each of equally many sequences, from the gradients of the zeros."""
+    found: dict[str, Record] = {}
+    for tap, grad_MTG in zip(taps, grads, strict=True):
+        if grad_MTG is None:
+            continue
+        of_hidden_MTG = _through_reset(module, tap, grad_MTG) if isinstance(module, nn.GRU) else grad_MTG
+        for key, inputs, of_gates in (("ih", tap.x_MTp, grad_MTG), ("hh", tap.before_MTH, of_hidden_MTG)):
+            a, b = (part.reshape(num, -1, part.shape[2]) for part in (inputs, of_gates))
+            found[f"weight_{key}{tap.suffix}"] = Matrix(a, b)
+            if module.bias:
+                found[f"bias_{key}{tap.suffix}"] = Rows(b.sum(1))
+    return found
+
+
+def run_again(module: Any, args: Any, kwargs: Any, grads: list[Tensor | None], num: int) -> dict[str, Record]:
+    """Records of a module's parameters, by a pass of its own; `args` are wide, `grads` those of its outputs."""
+    x, state = called_with(*args, **kwargs)
+    like = module.weight_ih_l0.new_empty(0, dtype=x.dtype)
+    kept = _KEPT.get(module)
+    if kept is None or (kept[0].dtype, kept[0].device) != (like.dtype, like.device):
+        kept = _KEPT[module] = like, Opened(module, like)
+    # As exact as gradients of matrices are; what else is set here stays as it is.
+    cudnn = torch.backends.cudnn
+    exact = cudnn.flags(True, cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False)
+    with torch.enable_grad(), exact:
+        outputs, taps = kept[1](module, x, state)
+        known = [(output, grad) for output, grad in zip(tree_leaves(outputs), grads, strict=True) if grad is not None]
+        found = torch.autograd.grad(
+            [output for output, _ in known],
+            [tap.zeros_MTG for tap in taps],
+            [grad for _, grad in known],
+            allow_unused=True,
+        )
+    with torch.no_grad():
+        return records_of(module, taps, list(found), num)
+
+
+_KEPT: WeakKeyDictionary[nn.Module, tuple[Tensor, Opened]] = WeakKeyDictionary()
+
+
+def _longer(module: Any, suffix: str, like: Tensor) -> Any:
+    """One layer in one direction, with an input more for every number of its gates."""
+    gates, inputs = getattr(module, "weight_ih" + suffix).shape
+    options: dict[str, Any] = {"nonlinearity": module.nonlinearity} if isinstance(module, nn.RNN) else {}
+    # Made without memory first, so that no random number is drawn.
+    empty: Any = type(module)(
+        inputs + gates,
+        module.hidden_size,
+        batch_first=True,
+        bias=module.bias,
+        dtype=like.dtype,
+        device="meta",
+        **options,
+    )
+    part = empty.to_empty(device=like.device)
+    part.requires_grad_(False)
+    part.weight_ih_l0[:, inputs:] = torch.eye(gates, dtype=like.dtype, device=like.device)
+    return part
+
+
+def _through_reset(module: nn.GRU, tap: Tap, grad_MTG: Tensor) -> Tensor:
+    """What comes from hidden numbers to a GRU's last gate passes its reset gate first."""
+    size, of = module.hidden_size, {}
+    for key, inputs in (("ih", tap.x_MTp), ("hh", tap.before_MTH)):
+        bias = module.get_parameter(f"bias_{key}{tap.suffix}")[:size].to(inputs.dtype) if module.bias else None
+        of[key] = linear(inputs, module.get_parameter(f"weight_{key}{tap.suffix}")[:size].to(inputs.dtype), bias)
+    reset_MTH = torch.sigmoid(of["ih"] + of["hh"])
+    return torch.cat([grad_MTG[:, :, : 2 * size], grad_MTG[:, :, 2 * size :] * reset_MTH], 2)

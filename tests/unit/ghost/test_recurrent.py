@@ -1,0 +1,156 @@
+"""LSTM, GRU and RNN of every shape: gradients of examples from one pass equal those of as many passes as examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from _inputs import randn
+from _models import one_by_one, recorded
+from cdgrab import Ordering
+from cdgrab.ghost.records import Matrix, written_out
+from cdgrab.hooks.rows import ExampleRows
+
+NUM = 6
+KINDS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
+SHAPES: dict[str, dict[str, Any]] = {
+    "one layer": {},
+    "two layers": {"num_layers": 2},
+    "both ways": {"num_layers": 2, "bidirectional": True},
+    "no bias": {"bias": False},
+}
+
+
+class Reader(nn.Module):
+    """Classifies sequences by what `uses` says: all outputs, or the state that is left in the first or last layer."""
+
+    def __init__(self, recurrent: Any, uses: str, state: bool = False) -> None:
+        super().__init__()
+        self.recurrent, self.uses, self.state = recurrent, uses, state
+        wide = 2 if uses == "outputs" and recurrent.bidirectional else 1
+        self.out = nn.Linear(wide * (recurrent.proj_size or recurrent.hidden_size), 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, left = self.recurrent(x, **({"hx": self.begin(x)} if self.state else {}))
+        hidden = left[0] if isinstance(left, tuple) else left
+        chosen = {"outputs": outputs.mean(1), "first": hidden[0], "last": hidden[-1]}[self.uses]
+        return self.out(chosen)  # type: ignore[no-any-return]
+
+    def begin(self, x: Tensor) -> Any:
+        """A state that depends on the example."""
+        r = self.recurrent
+        layers = r.num_layers * (1 + r.bidirectional)
+        one, other = (
+            x.mean((1, 2))[None, :, None].repeat(layers, 1, size)
+            for size in (r.proj_size or r.hidden_size, r.hidden_size)
+        )
+        return (one, 0.5 * other) if isinstance(r, nn.LSTM) else one
+
+
+def reader(kind: str, shape: str, uses: str, *, state: bool = False) -> Reader:
+    torch.manual_seed(2)
+    return Reader(KINDS[kind](4, 6, batch_first=True, **SHAPES[shape]), uses, state).double()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    return randn(NUM, 7, 4, dtype=torch.float64), torch.arange(NUM) % 5
+
+
+@pytest.mark.parametrize("uses", ["outputs", "first", "last"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows(kind: str, shape: str, uses: str) -> None:
+    net, (x, y) = reader(kind, shape, uses), data()
+    expected = one_by_one(net, x, y)
+    torch.testing.assert_close(written_out(*recorded(net, x, y)), expected)
+    rows = ExampleRows(net)
+    for _ in range(3):  # the first is held against a whole pass; from the second on the layer is stood in for
+        found = rows(lambda: cross_entropy(net(x), y, reduction="sum"), NUM)
+        torch.testing.assert_close(found, expected)
+    assert "forward" not in vars(net.recurrent)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_that_are_given(kind: str) -> None:
+    net, (x, y) = reader(kind, "both ways", "outputs", state=True), data()
+    expected = one_by_one(net, x, y)
+    torch.testing.assert_close(written_out(*recorded(net, x, y)), expected)
+    rows = ExampleRows(net)
+    for _ in range(2):
+        torch.testing.assert_close(rows(lambda: cross_entropy(net(x), y, reduction="sum"), NUM), expected)
+
+
+def test_parameters_that_change_and_are_frozen() -> None:
+    net, (x, y) = reader("lstm", "two layers", "outputs"), data()
+    rows = ExampleRows(net)
+    rows(lambda: cross_entropy(net(x), y, reduction="sum"), NUM)
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(1.5)
+        expected = one_by_one(net, x, y)
+        torch.testing.assert_close(rows(lambda: cross_entropy(net(x), y, reduction="sum"), NUM), expected)
+        torch.testing.assert_close(written_out(*recorded(net, x, y)), expected)
+    net.recurrent.weight_hh_l0.requires_grad_(False)
+    records, _ = recorded(net, x, y)
+    assert "recurrent.weight_hh_l0" not in records
+    assert "recurrent.weight_ih_l0" in records
+
+
+@pytest.mark.parametrize("stands_in", [False, True])
+def test_examples_of_several_sequences(stands_in: bool) -> None:
+    net, (x, y) = reader("gru", "two layers", "outputs"), data()
+    expected = []
+    for part, targets in zip(x.split(2), y.split(2), strict=True):
+        grads = torch.autograd.grad(cross_entropy(net(part), targets, reduction="sum"), list(net.parameters()))
+        expected.append(torch.cat([grad.flatten() for grad in grads]))
+    rows = ExampleRows(net, parts=2)
+    for _ in range(1 + stands_in):
+        found = rows(lambda: cross_entropy(net(x), y, reduction="sum"), NUM // 2)
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_projections_are_differentiated_example_by_example() -> None:
+    torch.manual_seed(2)
+    net, (x, y) = Reader(nn.LSTM(4, 6, proj_size=3, batch_first=True), "outputs").double(), data()
+    torch.testing.assert_close(written_out(*recorded(net, x, y)), one_by_one(net, x, y))
+    net.state = True
+    with pytest.raises(ValueError, match="LSTM has projections and is called with a state"):
+        recorded(net, x, y)
+
+
+def test_long_layers_are_kept_as_factors() -> None:
+    torch.manual_seed(2)
+    net, (x, y) = Reader(nn.LSTM(4, 30, batch_first=True), "last").double(), data()
+    records, _ = recorded(net, x, y)
+    assert isinstance(records["recurrent.weight_hh_l0"], Matrix)
+
+
+def test_no_random_number_is_drawn() -> None:
+    net, (x, y) = reader("lstm", "one layer", "outputs"), data()
+    before = torch.random.get_rng_state()
+    recorded(net, x, y)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_sequences_that_are_no_batch_are_refused() -> None:
+    net, (x, _) = reader("lstm", "one layer", "outputs"), data()
+    ordering = Ordering(14, batch_size=7, unit_size=1)
+    ordering.attach(net, source="ghost")
+    with pytest.raises(ValueError, match="packed or single sequence"):  # of as many steps as there are examples
+        net.out(net.recurrent(x[0])[0]).sum().backward()
+    packed = nn.utils.rnn.pack_padded_sequence(x[:3], torch.tensor([7, 5, 2]), batch_first=True)
+    with pytest.raises(ValueError, match=r"layer 'recurrent' \(LSTM\) has outputs of shape \(14, 6\)"):
+        net.out(net.recurrent(packed)[0].data).sum().backward()
+
+
+def test_the_plan() -> None:
+    net = nn.Sequential(nn.LSTM(4, 5, batch_first=True))
+    _, line, *_ = Ordering(8, batch_size=2, unit_size=1).explain(net, torch.zeros(2, 3, 4)).splitlines()
+    # 180 weights; 3 positions of 4 + 20 and 5 + 20 numbers are fewer than 80 and 100
+    assert line.split()[:5] == ["0", "LSTM", "220", "3", str(3 * 24 + 3 * 25)]
+    assert "run once more" in line
