@@ -361,12 +361,11 @@ def written_out(records: dict[str, Record], shapes: dict[str, torch.Size]) -> Te
     )
 
 
-def write_rows(parts: list[Record], place_ND: Tensor) -> None:
-    """The sum of `parts` as rows, into columns of a larger tensor; of none, zero.
+def write_rows(parts: list[Record], place_ND: Tensor, *, written: bool = False) -> None:
+    """The sum of `parts` as rows, into columns of a larger tensor; of none, zero. Added to what is `written` there.
 
     `written_out` for a GPU: products go where they belong, and nothing is joined or formed to be copied.
     """
-    written = False
     # Whatever is not a lookup writes all of the place, which then need not be zero before.
     for record in sorted(parts, key=lambda record: isinstance(record, Lookup)):
         if isinstance(record, Matrix):

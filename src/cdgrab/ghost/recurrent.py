@@ -85,15 +85,17 @@ class Opened:
         return hidden_MTH, tree_leaves(last), Tap(suffix, x_MTp.detach(), before_MTH, zeros_MTG)
 
     def _copy_weights(self, module: nn.Module) -> None:
-        places: list[Tensor] = []
-        values: list[Tensor] = []
+        wide: list[tuple[Tensor, Tensor]] = []
+        whole: list[tuple[Tensor, Tensor]] = []
         for suffix, part in self._parts.items():
+            place: Tensor
             for name, place in part.named_parameters():
-                value = module.get_parameter(name.removesuffix("_l0") + suffix)
-                places.append(place[:, : value.shape[1]] if value.ndim > 1 else place)
-                values.append(value)
+                value: Tensor = module.get_parameter(name.removesuffix("_l0") + suffix)
+                (whole if place.shape == value.shape else wide).append((place, value))
         with torch.no_grad():
-            torch._foreach_copy_(places, values)
+            for longer, value in wide:
+                longer[:, : value.shape[1]] = value
+            torch._foreach_copy_([place for place, _ in whole], [value for _, value in whole])  # one launch
 
 
 def records_of(module: Any, taps: list[Tap], grads: list[Tensor | None], num: int) -> dict[str, Record]:
@@ -102,12 +104,13 @@ def records_of(module: Any, taps: list[Tap], grads: list[Tensor | None], num: in
     for tap, grad_MTG in zip(taps, grads, strict=True):
         if grad_MTG is None:
             continue
-        of_hidden_MTG = _through_reset(module, tap, grad_MTG) if isinstance(module, nn.GRU) else grad_MTG
-        for key, inputs, of_gates in (("ih", tap.x_MTp, grad_MTG), ("hh", tap.before_MTH, of_hidden_MTG)):
-            a, b = (part.reshape(num, -1, part.shape[2]) for part in (inputs, of_gates))
-            found[f"weight_{key}{tap.suffix}"] = Matrix(a, b)
-            if module.bias:
-                found[f"bias_{key}{tap.suffix}"] = Rows(b.sum(1))
+        b_ih = _by_example(grad_MTG, num)
+        b_hh = _by_example(_through_reset(module, tap, grad_MTG), num) if isinstance(module, nn.GRU) else b_ih
+        found["weight_ih" + tap.suffix] = Matrix(_by_example(tap.x_MTp, num), b_ih)
+        found["weight_hh" + tap.suffix] = Matrix(_by_example(tap.before_MTH, num), b_hh)
+        if module.bias:
+            found["bias_ih" + tap.suffix] = sums = Rows(b_ih.sum(1))
+            found["bias_hh" + tap.suffix] = sums if b_hh is b_ih else Rows(b_hh.sum(1))
     return found
 
 
@@ -155,6 +158,10 @@ def _longer(module: Any, suffix: str, like: Tensor) -> Any:
     part.requires_grad_(False)
     part.weight_ih_l0[:, inputs:] = torch.eye(gates, dtype=like.dtype, device=like.device)
     return part
+
+
+def _by_example(part_MTs: Tensor, num: int) -> Tensor:
+    return part_MTs.reshape(num, -1, part_MTs.shape[2])
 
 
 def _through_reset(module: nn.GRU, tap: Tap, grad_MTG: Tensor) -> Tensor:

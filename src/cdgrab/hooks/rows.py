@@ -2,14 +2,19 @@
 
 The gradient of a batch is the sum of its examples' rows. A loop that has the rows written down anyway need not find it
 a second time, which is a third of a backward pass.
+
+A layer's rows are written as soon as its output gradients are there; on a GPU beside the rest of the backward pass, on
+streams of their own, since few layers fill it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import reduce
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -21,24 +26,128 @@ from cdgrab.ghost.plan import Layer, changed_in_place, check_count, check_sums, 
 from cdgrab.ghost.records import Record, write_rows
 from cdgrab.ghost.recurrent import Opened, Tap, called_with, opens, records_of
 
+_STREAMS = 4
 
-@dataclass
+
+@dataclass(eq=False)
 class _Use:
     """A layer in a forward pass, with the versions its tensors had then."""
 
     layer: Layer
+    names: dict[str, str]  # of its trainable parameters: in the layer, in the model
     args: Any
     kwargs: Any
     outputs: list[Tensor]  # whose gradients are wanted
-    versions: list[int]
-    taps: list[Tap] | None = None  # of a recurrent layer; then the outputs are what these added to its gates
+    tap: Tap | None = None  # a part of a recurrent layer; its output is what was added to the gates
+    versions: list[int] = field(init=False)
+    grads: list[Tensor | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = [tensor._version for tensor in self.tensors()]
+        self.grads = [None] * len(self.outputs)
 
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)] + self.outputs
 
+    def is_complete(self) -> bool:
+        """Whether no gradient is still to come."""
+        pairs = zip(self.grads, self.outputs, strict=True)
+        return all(grad is not None or not output.requires_grad for grad, output in pairs)
+
+    def records(self, num: int, parts: int) -> Records:
+        """For `num` examples, each of `parts` entries."""
+        module = self.layer.module
+        if self.versions != [tensor._version for tensor in self.tensors()]:
+            raise changed_in_place(self.layer)
+        some = next((grad for grad in self.grads if grad is not None), None)
+        if some is None:
+            return {}
+        check_count(self.layer, self.grads, num * parts)
+        if self.tap is not None:
+            return records_of(module, [self.tap], self.grads, num)
+        handler = handler_of(module)
+        if handler is None:
+            return differentiated(module, self.args, self.kwargs, self.grads, num)
+        given = self.args[0] if self.args else next(iter(self.kwargs.values()))
+        return handler(module, widened(given), widened(some), num)  # as it is: rows are written in any case
+
+
+class _Writing:
+    """Writes the rows of a batch while its backward pass goes on, and adds them up.
+
+    Args:
+        uses: Of the layers, in the forward pass.
+        places: Columns of the rows, by parameter.
+        sums: Where a parameter's rows are added up.
+        num: Of examples.
+        parts: Of an example.
+        streams: Of a GPU, taken in turn; none on a CPU.
+    """
+
+    def __init__(
+        self,
+        uses: list[_Use],
+        places: dict[str, Tensor],
+        sums: dict[str, Tensor],
+        *,
+        num: int,
+        parts: int,
+        streams: list[torch.cuda.Stream],
+    ) -> None:
+        self._uses, self._places, self._sums = uses, places, sums
+        self._num, self._parts = num, parts
+        self._streams = cycle(streams) if streams else None
+        self._latest: dict[str, torch.cuda.Stream | None] = {}  # where a parameter was written last
+        self._to_come = Counter(name for use in uses for name in use.names.values())
+        self._taken: set[_Use] = set()
+
+    def watch(self) -> list[Any]:
+        """Handles of the hooks that must be removed after the pass: they and the outputs hold on to each other."""
+        return [
+            output.register_hook(partial(self._arrived, use, place))
+            for use in self._uses
+            for place, output in enumerate(use.outputs)
+            if output.requires_grad
+        ]
+
+    def finish(self) -> None:
+        """What never got all its gradients, or none."""
+        for use in self._uses:
+            if use not in self._taken:
+                self._take(use)
+        for stream in {stream for stream in self._latest.values() if stream is not None}:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def _arrived(self, use: _Use, place: int, grad: Tensor) -> None:
+        use.grads[place] = grad
+        if use.is_complete():
+            self._take(use)
+
+    def _take(self, use: _Use) -> None:
+        self._taken.add(use)
+        stream = next(self._streams) if self._streams is not None else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+            records = use.records(self._num, self._parts)
+            for key, name in use.names.items():
+                self._write(name, [records[key]] if key in records else [], stream)
+
+    def _write(self, name: str, found: list[Record], stream: torch.cuda.Stream | None) -> None:
+        before = self._latest.get(name, stream)
+        if stream is not None and before is not None and before is not stream:
+            stream.wait_stream(before)
+        self._to_come[name] -= 1
+        last = self._to_come[name] == 0
+        if found or (last and name not in self._latest):
+            write_rows(found, self._places[name], written=name in self._latest)
+            self._latest[name] = stream
+        if last:
+            torch.sum(self._places[name], 0, out=self._sums[name])
+
 
 class ExampleRows:
-    """Finds the rows of a batch.
+    """Finds the rows of a batch, and its gradient.
 
     Args:
         model: Whose layers treat examples one by one, and have them along the first dimension. The first batch is held
@@ -53,97 +162,101 @@ class ExampleRows:
         # As wide as records are.
         self._dtype = reduce(torch.promote_types, (p.dtype for p in trainable.values()), torch.float32)
         self._checked = False
-        self._names = {id(parameter): name for name, parameter in trainable.items()}
-        self._uses: list[_Use] | None = None  # while a forward pass is watched
         self._parts = parts
+        self._names = {id(parameter): name for name, parameter in trainable.items()}
+        on_gpu = next(iter(trainable.values())).is_cuda
+        self._streams = [torch.cuda.Stream() for _ in range(_STREAMS if on_gpu else 0)]
+        self._uses: list[_Use] | None = None  # while a forward pass is watched
         self._stand_ins: dict[nn.Module, Callable[..., Any]] = {}  # for the forward pass of recurrent layers
         for layer in find_layers(model):
             layer.module.register_forward_hook(self._after(layer), with_kwargs=True)
             if opens(layer.module) and next(layer.module.parameters()).dtype in (torch.float32, torch.float64):
                 self._stand_ins[layer.module] = self._stand_in(layer)
 
-    def __call__(self, loss: Callable[[], Tensor], num: int, place_ND: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        loss: Callable[[], Tensor],
+        num: int,
+        place_ND: Tensor | None = None,
+        sums_D: Tensor | None = None,
+    ) -> Tensor:
         """`num x dim`: what every example adds to the gradient of `loss()`, which calls the model once.
 
-        Written into `place_ND`, if there is one.
+        Written into `place_ND`, and their sum into `sums_D`, if these are given.
         """
-        self._uses = []
+        value, uses = self._forward(loss)
+        if place_ND is None:
+            place_ND = torch.empty(num, sum(self._sizes), dtype=self._dtype, device=value.device)
+        if sums_D is None:
+            sums_D = torch.empty_like(place_ND[0])
+        places, sums = (
+            dict(zip(self._parameters, parts, strict=True))
+            for parts in (place_ND.split(self._sizes, 1), sums_D.split(self._sizes))
+        )
+        for name in self._parameters.keys() - {name for use in uses for name in use.names.values()}:
+            places[name].zero_()
+            sums[name].zero_()
+        writing = _Writing(uses, places, sums, num=num, parts=self._parts, streams=self._streams)
+        outputs = [output for use in uses for output in use.outputs if output.requires_grad]
+        parameters = [] if self._checked else list(self._parameters.values())
+        handles = writing.watch()
+        try:
+            found = torch.autograd.grad(value, [*outputs, *parameters], allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        writing.finish()
+        if not self._checked:
+            self._check(sums, found[len(outputs) :])
+        return place_ND
+
+    def _forward(self, loss: Callable[[], Tensor]) -> tuple[Tensor, list[_Use]]:
+        uses = self._uses = []
         # The first pass finds parameters' gradients too, which a stand-in does not have.
         stand_ins = self._stand_ins if self._checked else {}
         try:
             for module, stand_in in stand_ins.items():
                 module.forward = stand_in
-            value = loss()
+            return loss(), uses
         finally:
             for module in stand_ins:
                 del module.forward
-            uses, self._uses = self._uses, None
-        outputs = [output for use in uses for output in use.outputs if output.requires_grad]
-        parameters = [] if self._checked else self._parameters.values()
-        found = torch.autograd.grad(value, [*outputs, *parameters], allow_unused=True)
-        grads = iter(found)
-        records: dict[str, list[Record]] = defaultdict(list)
-        with torch.no_grad():
-            for use in uses:
-                of_use = [next(grads) if output.requires_grad else None for output in use.outputs]
-                for key, record in self._records(use, of_use, num).items():
-                    parameter = dict(use.layer.module.named_parameters()).get(key)  # a norm may have no bias
-                    if parameter is not None and parameter.requires_grad:
-                        records[self._names[id(parameter)]].append(record)
-            rows_ND = place_ND
-            if rows_ND is None:
-                rows_ND = torch.empty(num, sum(self._sizes), dtype=self._dtype, device=value.device)
-            for name, place in zip(self._parameters, rows_ND.split(self._sizes, 1), strict=True):
-                write_rows(records[name], place)
-            if not self._checked:
-                self._check(rows_ND, found[len(outputs) :])
-        return rows_ND
+            self._uses = None
 
-    def _check(self, rows_ND: Tensor, grads: tuple[Tensor | None, ...]) -> None:
-        sums = rows_ND.sum(0).split(self._sizes)
-        named = list(zip(self._parameters.items(), sums, grads, strict=True))
+    def _check(self, sums: dict[str, Tensor], grads: tuple[Tensor | None, ...]) -> None:
+        named = list(zip(self._parameters.items(), grads, strict=True))
         check_sums(
-            {name: part.view_as(parameter) for (name, parameter), part, _ in named},
-            {name: torch.zeros_like(parameter) if grad is None else grad for (name, parameter), _, grad in named},
+            {name: sums[name].view_as(parameter) for (name, parameter), _ in named},
+            {name: torch.zeros_like(parameter) if grad is None else grad for (name, parameter), grad in named},
         )
         self._checked = True
 
+    def _names_in(self, layer: Layer) -> dict[str, str]:
+        named = layer.module.named_parameters(remove_duplicate=False)
+        return {key: self._names[id(parameter)] for key, parameter in named if parameter.requires_grad}
+
     def _after(self, layer: Layer) -> Callable[..., None]:
+        names = self._names_in(layer)
+
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self._uses is None or (self._checked and module in self._stand_ins):  # which has noted its taps
                 return
             outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            use = _Use(layer, args, kwargs, outputs, [])
-            use.versions = [tensor._version for tensor in use.tensors()]
-            self._uses.append(use)
+            self._uses.append(_Use(layer, names, args, kwargs, outputs))
 
         return after
 
     def _stand_in(self, layer: Layer) -> Callable[..., Any]:
         """Computes what a recurrent layer does, so that the gradients of its gates come with the backward pass."""
         module: Any = layer.module
-        opened = Opened(module, module.weight_ih_l0)
+        opened, names = Opened(module, module.weight_ih_l0), self._names_in(layer)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             assert self._uses is not None
             output, taps = opened(module, *called_with(*args, **kwargs))
-            self._uses.append(_Use(layer, (), {}, [tap.zeros_MTG for tap in taps], [0] * len(taps), taps))
+            for tap in taps:
+                of_tap = {key: name for key, name in names.items() if key.partition("_l")[2] == tap.suffix[2:]}
+                self._uses.append(_Use(layer, of_tap, (), {}, [tap.zeros_MTG], tap))
             return output
 
         return forward
-
-    def _records(self, use: _Use, grads: list[Tensor | None], num: int) -> Records:
-        module = use.layer.module
-        if use.versions != [tensor._version for tensor in use.tensors()]:
-            raise changed_in_place(use.layer)
-        some = next((grad for grad in grads if grad is not None), None)
-        if some is None:
-            return {}
-        check_count(use.layer, grads if use.taps is None else [some], num * self._parts)
-        if use.taps is not None:
-            return records_of(module, use.taps, grads, num)
-        handler = handler_of(module)
-        if handler is None:
-            return differentiated(module, use.args, use.kwargs, grads, num)
-        given = use.args[0] if use.args else next(iter(use.kwargs.values()))
-        return handler(module, widened(given), widened(some), num)  # as it is: rows are written in any case

@@ -230,7 +230,6 @@ def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
 def layer_rows(rows: ExampleRows, problem: Problem, batch: Batch, whole: int, place_ND: Tensor, flat_D: Tensor) -> None:
     """Write what every unit adds to the gradient into `place_ND`, and the gradient into `flat_D`."""
     num = len(batch[0])
-    rows(lambda: problem.loss(problem.model, *batch), num, place_ND)
-    torch.sum(place_ND, 0, out=flat_D)
+    rows(lambda: problem.loss(problem.model, *batch), num, place_ND, flat_D)
     if num != whole:  # the mean over fewer units gives each of them more weight
         place_ND.mul_(num / whole)
