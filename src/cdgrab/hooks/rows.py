@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import cycle
@@ -72,6 +72,10 @@ class _Use:
         return handler(module, widened(given), widened(some), num)  # as it is: rows are written in any case
 
 
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
 class _Writing:
     """Writes the rows of a batch while its backward pass goes on, and adds them up.
 
@@ -125,13 +129,22 @@ class _Writing:
 
     def _take(self, use: _Use) -> None:
         self._taken.add(use)
-        stream = next(self._streams) if self._streams is not None else None
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())
-        with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+        stream = self._beside(None)
+        with torch.no_grad(), _on(stream):
             records = use.records(self._num, self._parts)
-            for key, name in use.names.items():
-                self._write(name, [records[key]] if key in records else [], stream)
+            for number, (key, name) in enumerate(use.names.items()):
+                other = self._beside(stream) if number else stream
+                with _on(other):
+                    self._write(name, [records[key]] if key in records else [], other)
+
+    def _beside(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
+        """The next stream, which goes on from this one, or from that of the pass."""
+        if self._streams is None:
+            return None
+        chosen = next(self._streams)
+        if chosen is not stream:
+            chosen.wait_stream(torch.cuda.current_stream() if stream is None else stream)
+        return chosen
 
     def _write(self, name: str, found: list[Record], stream: torch.cuda.Stream | None) -> None:
         before = self._latest.get(name, stream)

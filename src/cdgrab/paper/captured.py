@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+from itertools import cycle
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -37,8 +38,11 @@ class CapturedSteps:
     A short last batch, and everything before the first capture, runs eagerly through the same code. A model that the
     ordering is attached to gives sketches, which are taken from the attachment and observed later.
 
-    Rows are copied to where they wait for those of other steps. Long ones are not: there are as many recordings as
-    steps that are observed together, and each of them writes its rows into a place of its own.
+    Rows are copied to where they wait for those of other steps. Long ones are not: each of them has a place of its own,
+    with a recording that writes there.
+
+    The ordering observes rows beside training, on a stream of its own: it reads memory most of the time, while steps
+    compute. So there are two blocks of rows, one that is written and one that is observed.
     """
 
     def __init__(
@@ -62,51 +66,65 @@ class CapturedSteps:
             self._attachment.replays.possible = False  # whole steps are replayed
         elif balanced and problem.gradient is None:
             self._rows = ExampleRows(problem.model, problem.examples)
-        self._recorded: list[Recorded] = []
+        self._recorded: dict[tuple[int, int], Recorded] = {}  # by block and place in it
         self._captured_at: list[float] = []
         self._index_SN = torch.zeros(0, batch, dtype=torch.int64, device=self._device)
         self._step = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._rows_KND = torch.zeros(0, 0, 0)
+        self._blocks: list[Tensor] = []  # each `K x N x D`
         self._long = balanced and self._attachment is None and batch * self._flat_D.nbytes >= _LONG
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        if self._device.type == "cuda":
+            # Steps come first where both want to run.
+            self._capturing, self._sorting = torch.cuda.Stream(priority=-1), torch.cuda.Stream()
         self.seconds_exchange = self.seconds_fitting = 0.0
 
     @property
     def seconds_sorter(self) -> float:
-        """On the device, in the last epoch."""
+        """On the device, in the last epoch; most of it beside training."""
         torch.cuda.synchronize()
         return sum(float(start.elapsed_time(end)) for start, end in self._events) / 1e3
 
     def epoch(self, index_M: Tensor) -> float:
         self._events = []
         steps = len(index_M) // self._batch
+        current = torch.cuda.current_stream()
+        observed: list[torch.cuda.Event] = []  # ends of the blocks so far
         waiting = 0
         for _ in range(steps):
-            recorded = self._recorded[waiting % len(self._recorded)]
+            place = len(observed) % 2, waiting
+            if waiting == 0 and len(observed) > 1:
+                current.wait_event(observed[-2])  # this block's rows have been read
+            recorded = self._recorded[place if self._long else (0, 0)]
             recorded.graph.replay()
-            if recorded.rows_ND is not None:
-                if not self._long:
-                    self._rows_KND[waiting].copy_(recorded.rows_ND)
-                waiting += 1
-                if waiting == len(self._rows_KND):
-                    self._observe(self._rows_KND)
-                    waiting = 0
+            if recorded.rows_ND is None:
+                continue
+            block_KND = self._blocks[place[0]]
+            if not self._long:
+                block_KND[waiting].copy_(recorded.rows_ND)
+            waiting += 1
+            if waiting == len(block_KND):
+                observed.append(self._observe(block_KND))
+                waiting = 0
         if waiting:
-            self._observe(self._rows_KND[:waiting])
+            observed.append(self._observe(self._blocks[len(observed) % 2][:waiting]))
         rest_n = index_M[steps * self._batch :]
         if len(rest_n):
             rows_ND = self._gradient(tuple(part.index_select(0, rest_n) for part in self._problem.train))
             self._optimizer.step()
             if rows_ND is not None:
                 self._observe(rows_ND[None])
+        current.wait_stream(self._sorting)
         return 0.0
 
-    def _observe(self, rows_KND: Tensor) -> None:
+    def _observe(self, rows_KND: Tensor) -> torch.cuda.Event:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        self._ordering._observe(rows_KND)  # also of a model that the ordering is attached to
-        end.record()
+        self._sorting.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._sorting):
+            start.record()
+            self._ordering._observe(rows_KND)  # also of a model that the ordering is attached to
+            end.record()
         self._events.append((start, end))
+        return end
 
     def prepare(self, index_M: Tensor) -> None:
         """Lay the epoch's indices out, and capture the step if that has not been done with these step sizes."""
@@ -132,7 +150,7 @@ class CapturedSteps:
             self._captured_at = rates
 
     def forget(self) -> None:
-        self._recorded = []
+        self._recorded = {}
 
     def _rehearse(self, steps: int, rest: int) -> None:
         """An epoch of another ordering on rows of zeros, so that all its kernels are compiled before the clock runs."""
@@ -145,46 +163,54 @@ class CapturedSteps:
             rule=ordering._make_rule,
             world=ordering.world,
         )
-        self._rows_KND.zero_()
-        for start in range(0, steps, len(self._rows_KND)):
-            other.observe(self._rows_KND[: steps - start])
-        if rest:
-            other.observe(self._rows_KND[0, :rest])
-        other.set_epoch(1)
+        block_KND = self._blocks[0].zero_()
+        self._sorting.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._sorting):
+            for start in range(0, steps, len(block_KND)):
+                other.observe(block_KND[: steps - start])
+            if rest:
+                other.observe(block_KND[0, :rest])
+            other.set_epoch(1)
+        torch.cuda.current_stream().wait_stream(self._sorting)
 
     def _capture(self) -> None:
         """Run a few steps to warm up, undo them, then record one, or as many as have places of their own."""
         self.forget()
         parameters = [p.detach().clone() for p in self._parameters]
         state = copy.deepcopy(self._optimizer.state_dict())
-        if self._long and not self._rows_KND.numel():
+        if self._long and not self._blocks:
             # With an even number for each worker, a step's rows are pairs already; otherwise those of two steps are.
-            num = 1 if self._batch // self._ordering.world.size % 2 == 0 else 2
-            self._rows_KND = widened(self._flat_D).new_zeros(num, self._batch, len(self._flat_D))
-        places: list[Tensor | None] = list(self._rows_KND) if self._long else [None]
+            self._make_blocks(1 if self._batch // self._ordering.world.size % 2 == 0 else 2, widened(self._flat_D))
+        places: dict[tuple[int, int], Tensor | None] = {(0, 0): None}
+        if self._long:
+            places = {(i, k): place_ND for i, block in enumerate(self._blocks) for k, place_ND in enumerate(block)}
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for number in range(3):
+            for _, place_ND in zip(range(max(3, len(places))), cycle(places.values())):
                 self._step.zero_()  # an epoch may be shorter than three steps
-                self._body(places[number % len(places)])  # kernels depend on how a place is aligned
+                self._body(place_ND)  # kernels depend on how a place is aligned
         torch.cuda.current_stream().wait_stream(stream)
         self._restore(parameters, state)
-        for place in places:
+        pool = None
+        for key, place_ND in places.items():
             self._step.zero_()
             graph = torch.cuda.CUDAGraph()
             # They run one after the other, and what one leaves is in places of its own: they may share memory.
-            with torch.cuda.graph(graph, pool=self._recorded[0].graph.pool() if self._recorded else None):
-                rows_ND = self._body(place)
-            self._recorded.append(Recorded(graph, rows_ND))
-        if not self._long and rows_ND is not None and self._rows_KND.shape[1:] != rows_ND.shape:
-            steps = block_steps(len(rows_ND), rows_ND[0])
-            self._rows_KND = rows_ND.new_zeros(steps, *rows_ND.shape)
+            with torch.cuda.graph(graph, pool=pool, stream=self._capturing):
+                rows_ND = self._body(place_ND)
+            pool = graph.pool()
+            self._recorded[key] = Recorded(graph, rows_ND)
+        if not self._long and rows_ND is not None and (not self._blocks or self._blocks[0].shape[1:] != rows_ND.shape):
+            self._make_blocks(block_steps(len(rows_ND), rows_ND[0]), rows_ND[0])
         # Recording changes nothing, but for what the optimizer noted on the host.
         self._restore(parameters, state)
         if self._attachment is not None:
             self._attachment.sketcher.forget()
         self._step.zero_()
+
+    def _make_blocks(self, steps: int, like_D: Tensor) -> None:
+        self._blocks = [like_D.new_zeros(steps, self._batch, len(like_D)) for _ in range(2)]
 
     def _restore(self, parameters: list[Tensor], state: dict[str, Any]) -> None:
         """Put values back where the graph reads them."""
