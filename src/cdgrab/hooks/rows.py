@@ -101,9 +101,12 @@ class _Writing:
         self._uses, self._places, self._sums = uses, places, sums
         self._num, self._parts = num, parts
         self._streams = cycle(streams) if streams else None
+        self._taken_streams: set[torch.cuda.Stream] = set()
         self._latest: dict[str, torch.cuda.Stream | None] = {}  # where a parameter was written last
         self._to_come = Counter(name for use in uses for name in use.names.values())
         self._taken: set[_Use] = set()
+        # What is made on one stream and read on another must stay until all of them have been waited for.
+        self._records: list[Records] = []
 
     def watch(self) -> list[Any]:
         """Handles of the hooks that must be removed after the pass: they and the outputs hold on to each other."""
@@ -119,7 +122,7 @@ class _Writing:
         for use in self._uses:
             if use not in self._taken:
                 self._take(use)
-        for stream in {stream for stream in self._latest.values() if stream is not None}:
+        for stream in self._taken_streams:
             torch.cuda.current_stream().wait_stream(stream)
 
     def _arrived(self, use: _Use, place: int, grad: Tensor) -> None:
@@ -132,6 +135,7 @@ class _Writing:
         stream = self._beside(None)
         with torch.no_grad(), _on(stream):
             records = use.records(self._num, self._parts)
+            self._records.append(records)
             for number, (key, name) in enumerate(use.names.items()):
                 other = self._beside(stream) if number else stream
                 with _on(other):
@@ -142,6 +146,7 @@ class _Writing:
         if self._streams is None:
             return None
         chosen = next(self._streams)
+        self._taken_streams.add(chosen)
         if chosen is not stream:
             chosen.wait_stream(torch.cuda.current_stream() if stream is None else stream)
         return chosen

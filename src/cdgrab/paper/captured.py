@@ -80,20 +80,19 @@ class CapturedSteps:
 
     @property
     def seconds_sorter(self) -> float:
-        """On the device, in the last epoch; most of it beside training."""
+        """What training waited for it in the last epoch; the rest of it was beside."""
         torch.cuda.synchronize()
         return sum(float(start.elapsed_time(end)) for start, end in self._events) / 1e3
 
     def epoch(self, index_M: Tensor) -> float:
         self._events = []
         steps = len(index_M) // self._batch
-        current = torch.cuda.current_stream()
         observed: list[torch.cuda.Event] = []  # ends of the blocks so far
         waiting = 0
         for _ in range(steps):
             place = len(observed) % 2, waiting
             if waiting == 0 and len(observed) > 1:
-                current.wait_event(observed[-2])  # this block's rows have been read
+                self._wait_for(observed[-2])  # this block's rows have been read
             recorded = self._recorded[place if self._long else (0, 0)]
             recorded.graph.replay()
             if recorded.rows_ND is None:
@@ -112,19 +111,26 @@ class CapturedSteps:
             rows_ND = self._gradient(tuple(part.index_select(0, rest_n) for part in self._problem.train))
             self._optimizer.step()
             if rows_ND is not None:
-                self._observe(rows_ND[None])
-        current.wait_stream(self._sorting)
+                observed.append(self._observe(rows_ND[None]))
+        if observed:
+            self._wait_for(observed[-1])
         return 0.0
 
     def _observe(self, rows_KND: Tensor) -> torch.cuda.Event:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        """Let the ordering see rows; gives the end of that."""
+        end = torch.cuda.Event()
         self._sorting.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._sorting):
-            start.record()
             self._ordering._observe(rows_KND)  # also of a model that the ordering is attached to
             end.record()
-        self._events.append((start, end))
         return end
+
+    def _wait_for(self, end: torch.cuda.Event) -> None:
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        torch.cuda.current_stream().wait_event(end)
+        after.record()
+        self._events.append((before, after))
 
     def prepare(self, index_M: Tensor) -> None:
         """Lay the epoch's indices out, and capture the step if that has not been done with these step sizes."""

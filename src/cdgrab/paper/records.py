@@ -38,7 +38,8 @@ class EpochRecord:
         seconds_compute: Forward, backward and the optimizer's step.
         seconds_exchange: Averaging gradients in closed form between ranks; what DistributedDataParallel does counts as
             computing.
-        seconds_sorter: Finding the next order, with what it takes to bring rows of several ranks together.
+        seconds_sorter: Finding the next order, with what it takes to bring rows of several ranks together. On a GPU,
+            where that goes on beside training, only what training waited for it.
         bytes: Sent by this rank for ordering, from the start of the run.
         imbalance: `Ordering.metrics()["imbalance"]` of the epoch.
         herding_bound: Of the order about to be used, for the gradients at that point, where these are few enough.
