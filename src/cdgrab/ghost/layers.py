@@ -1,7 +1,7 @@
 """Layer by layer: from the inputs and output gradients of a module to records of its parameters.
 
-A layer that is not in the table is differentiated once more: a recurrent one by `recurrent.py`, any other example by
-example, with `torch.func`.
+A layer that is not in the table is differentiated once more: a recurrent one by `recurrent.py`, attention by
+`attention.py`, any other example by example, with `torch.func`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from cdgrab.ghost.attention import attends
+from cdgrab.ghost.attention import run_again as run_attention_again
 from cdgrab.ghost.convolved import Convolved, Geometry, patches
-from cdgrab.ghost.records import Lookup, Matrix, Record, Rows
-from cdgrab.ghost.recurrent import opens, run_again
+from cdgrab.ghost.records import Lookup, Matrix, Record, Rows, by_example
+from cdgrab.ghost.recurrent import opens
+from cdgrab.ghost.recurrent import run_again as run_recurrent_again
 
 Records = dict[str, Record]
 Handler = Callable[[Any, Tensor, Tensor, int], Records]
@@ -32,7 +35,7 @@ WHOLE = (nn.MultiheadAttention, nn.RNNBase)
 
 def linear(module: nn.Linear, x: Tensor, grad: Tensor, num: int) -> Records:
     """Factors."""
-    a_NTp, b_NTq = _by_example(x, num), _by_example(grad, num)
+    a_NTp, b_NTq = by_example(x, num), by_example(grad, num)
     return {"weight": Matrix(a_NTp, b_NTq), **_bias(module, b_NTq)}
 
 
@@ -112,15 +115,19 @@ def handler_of(module: nn.Module) -> Handler | None:
 def differentiated(module: nn.Module, args: Any, kwargs: Any, grads: list[Tensor | None], num: int) -> Records:
     """Records of any module that treats its examples one by one: it runs once more.
 
-    A recurrent module runs for all of them together, any other for each of them. Whatever is as long as the outputs are
-    along the first dimension is taken to be laid out example by example.
+    Recurrent modules and attention run for all of them together, others for each of them. Whatever is as long as the
+    outputs are along the first dimension is taken to be laid out example by example.
     """
     leaves, spec = tree_flatten((args, {k: v for k, v in kwargs.items() if k != "attn_mask"}))
     leaves = [widened(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     wide = [None if grad is None else widened(grad) for grad in grads]
+    if attends(module) and wide[0] is not None and not any(grad is not None for grad in wide[1:]):
+        found = run_attention_again(module, args, kwargs, wide[0], num)
+        if found is not None:
+            return found
     if opens(module):
         again_args, again_kwargs = tree_unflatten(leaves, spec)
-        return run_again(module, again_args, again_kwargs, wide, num)
+        return run_recurrent_again(module, again_args, again_kwargs, wide, num)
     if isinstance(module, nn.RNNBase) and (len(args) > 1 or kwargs):
         raise ValueError(
             f"{type(module).__name__} has projections and is called with a state, which is not laid out example by "
@@ -174,11 +181,6 @@ def _initial_state(module: nn.RNNBase, x: Tensor) -> Any:
     zero = 0 * x.flatten()[0]
     h = zero + x.new_zeros(layers, len(x), getattr(module, "proj_size", 0) or module.hidden_size)
     return (h, zero + x.new_zeros(layers, len(x), module.hidden_size)) if isinstance(module, nn.LSTM) else h
-
-
-def _by_example(x: Tensor, num: int) -> Tensor:
-    """`N x T x features`. A batch flattened into `N * T` rows, example by example, is taken apart again."""
-    return x.reshape(num, -1, x.shape[-1])
 
 
 def _bias(module: Any, b_NTq: Tensor) -> Records:

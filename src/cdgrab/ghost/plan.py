@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cdgrab.ghost.attention import attends
 from cdgrab.ghost.layers import MIXES_EXAMPLES, WHOLE, handler_of
 from cdgrab.ghost.recurrent import opens
 
@@ -41,8 +42,8 @@ class Cost:
 def cost(layer: Layer, positions: int, batch: int) -> Cost:
     """With `positions` in time or space, and `batch` examples, of which two steps make the pairs."""
     size = layer.size()
-    if opens(layer.module):
-        return _recurrent_cost(layer.module, positions, batch)
+    if opens(layer.module) or attends(layer.module):
+        return _cost_of_parts(layer.module, positions, batch)
     if not layer.known:
         return Cost("differentiated once more for every example", layer.numel, 1.0)
     if isinstance(layer.module, nn.Embedding):
@@ -65,16 +66,17 @@ def _matrix_cost(q: int, p: int, positions: int, batch: int) -> Cost:
     return Cost("factors; rows of this layer while a pair is balanced", kept, by_rows / plain)
 
 
-def _recurrent_cost(module: nn.Module, positions: int, batch: int) -> Cost:
-    sizes = [parameter.shape for name, parameter in module.named_parameters() if name.startswith("weight_")]
+def _cost_of_parts(module: nn.Module, positions: int, batch: int) -> Cost:
+    """Of a module with several matrices, which runs once more for the gradients of their outputs."""
+    sizes = [parameter.shape for parameter in module.parameters() if parameter.ndim == 2]
     parts = [(q * p, _matrix_cost(q, p, positions, batch)) for q, p in sizes]
-    # It runs forward and back, for the gradients of its inputs; those it does not have are as many as its gates.
-    again = sum(4 * q * p for q, p in sizes) + sum(2 * q * q for q, _ in sizes)  # two weights for each set of gates
+    again = sum(4 * q * p for q, p in sizes)  # forward, and back to the inputs
+    if opens(module):  # there are as many inputs more as it has gates, and two weights for each set of gates
+        again += sum(2 * q * q for q, _ in sizes)
     plain = sum(6 * numel for numel, _ in parts)
     of_weights = sum(6 * numel * found.extra for numel, found in parts)
-    return Cost(
-        "run once more; its weights as above", sum(found.kept for _, found in parts), (again + of_weights) / plain
-    )
+    kept = sum(found.kept for _, found in parts)
+    return Cost("run once more; then like linear layers", kept, (again + of_weights) / plain)
 
 
 def find_layers(model: nn.Module) -> list[Layer]:

@@ -326,6 +326,11 @@ def total(records: list[Record]) -> Record:
     return records[0].like(tuple(torch.cat(parts, dim=1) for parts in zip(*(r.tensors for r in records), strict=True)))
 
 
+def by_example(x: Tensor, num: int) -> Tensor:
+    """`N x T x features`. A batch flattened into `N * T` rows, example by example, is taken apart again."""
+    return x.reshape(num, -1, x.shape[-1])
+
+
 def stacked(records: list[Record]) -> Record:
     """The examples of several records, one after the other."""
     if len(records) == 1:

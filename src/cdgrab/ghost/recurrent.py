@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves
 
-from cdgrab.ghost.records import Matrix, Record, Rows
+from cdgrab.ghost.records import Matrix, Record, Rows, by_example
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ def records_of(module: Any, taps: list[Tap], grads: list[Tensor | None], num: in
     for tap, grad_MTG in zip(taps, grads, strict=True):
         if grad_MTG is None:
             continue
-        b_ih = _by_example(grad_MTG, num)
-        b_hh = _by_example(_through_reset(module, tap, grad_MTG), num) if isinstance(module, nn.GRU) else b_ih
-        found["weight_ih" + tap.suffix] = Matrix(_by_example(tap.x_MTp, num), b_ih)
-        found["weight_hh" + tap.suffix] = Matrix(_by_example(tap.before_MTH, num), b_hh)
+        b_ih = by_example(grad_MTG, num)
+        b_hh = by_example(_through_reset(module, tap, grad_MTG), num) if isinstance(module, nn.GRU) else b_ih
+        found["weight_ih" + tap.suffix] = Matrix(by_example(tap.x_MTp, num), b_ih)
+        found["weight_hh" + tap.suffix] = Matrix(by_example(tap.before_MTH, num), b_hh)
         if module.bias:
             found["bias_ih" + tap.suffix] = sums = Rows(b_ih.sum(1))
             found["bias_hh" + tap.suffix] = sums if b_hh is b_ih else Rows(b_hh.sum(1))
@@ -158,10 +158,6 @@ def _longer(module: Any, suffix: str, like: Tensor) -> Any:
     part.requires_grad_(False)
     part.weight_ih_l0[:, inputs:] = torch.eye(gates, dtype=like.dtype, device=like.device)
     return part
-
-
-def _by_example(part_MTs: Tensor, num: int) -> Tensor:
-    return part_MTs.reshape(num, -1, part_MTs.shape[2])
 
 
 def _through_reset(module: nn.GRU, tap: Tap, grad_MTG: Tensor) -> Tensor:

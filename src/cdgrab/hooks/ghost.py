@@ -38,6 +38,14 @@ class _Call:
     args: Any
     kwargs: Any
     grads: list[Tensor | None]
+    versions: list[int]  # of what it was called with
+
+    def is_unchanged(self) -> bool:
+        return self.versions == _versions(self.args, self.kwargs)
+
+
+def _versions(args: Any, kwargs: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
 
 
 class ExampleAttachment:
@@ -125,7 +133,7 @@ class ExampleAttachment:
             outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             if self._differentiating or not any(leaf.requires_grad for leaf in outputs):
                 return
-            call = _Call(layer, args, kwargs, [None] * len(outputs))
+            call = _Call(layer, args, kwargs, [None] * len(outputs), _versions(args, kwargs))
 
             def on_grad(grad: Tensor, place: int) -> None:
                 self._queue()
@@ -276,6 +284,8 @@ class ExampleAttachment:
             self._differentiating = True  # layers run again, and are not to be watched
             try:
                 for call in calls:
+                    if not call.is_unchanged():
+                        raise changed_in_place(call.layer)
                     num = self._count(call.layer, call.grads)
                     rows = differentiated(call.layer.module, call.args, call.kwargs, call.grads, num)
                     self._keep(call.layer, rows, whole=expected is not None)
