@@ -31,8 +31,8 @@ MOST_NUMBERS = {"cpu": 1 << 30, "cuda": 1 << 34}  # of rows
 HUNGRY = ("rows", "opacus", "vmap")
 STEPS = {"cpu": 4, "cuda": 20}  # of a contender in a round: whole pairs
 SIZES = {"transformer-3m": (256, 4), "transformer-30m": (640, 6)}
-MODELS = ["mlp", "lenet", "adapters", "lstm", *SIZES]
-IMPOSSIBLE = {("opacus", "lstm")}  # it has layers of its own for these
+MODELS = ["mlp", "lenet", "adapters", "lstm", "encoder-3m", *SIZES]
+IMPOSSIBLE = {("opacus", "lstm"), ("opacus", "encoder-3m")}  # it has layers of its own for these
 CONTENDERS = ["plain", "ghost", "sketch", "rows", "opacus", "vmap"]
 
 
@@ -83,6 +83,20 @@ class Transformer(nn.Module):
         return logits.mT
 
 
+class Encoder(nn.Module):
+    """The transformer of 3 million parameters again, of PyTorch's layers."""
+
+    def __init__(self, width: int = 256, layers: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        made = (nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True) for _ in range(layers))
+        self.layers, self.out = nn.Sequential(*made), nn.Linear(width, 256)
+
+    def forward(self, index: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.layers(self.embedding(index)))
+        return logits.transpose(1, 2)
+
+
 class Adapters(nn.Module):
     """A frozen network with a correction of rank 8 beside every layer, as in LoRA."""
 
@@ -116,9 +130,10 @@ def make(name: str, batch: int, device: str) -> tuple[nn.Module, Tensor, Tensor]
     """A model, inputs and targets."""
     torch.manual_seed(0)
     model: nn.Module
-    if name in SIZES:
+    if name in SIZES or name == "encoder-3m":
         tokens = torch.randint(256, (batch, 65))
-        model, x, y = Transformer(*SIZES[name]), tokens[:, :-1], tokens[:, 1:]
+        model = Transformer(*SIZES[name]) if name in SIZES else Encoder()
+        x, y = tokens[:, :-1], tokens[:, 1:]
     elif name == "lenet":
         model, x, y = Lenet(), torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
     elif name == "lstm":

@@ -17,10 +17,15 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from cdgrab.ghost.records import Matrix, Record, Rows, by_example
 
+_INWARDS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+_PARAMETERS = {*_INWARDS, "in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}
+
 
 def attends(module: nn.Module) -> bool:
-    """Whether a module is of a kind that is served here."""
-    return type(module) is nn.MultiheadAttention and module.bias_k is None and not module.add_zero_attn
+    """Whether a module is of a kind that is served here: not with keys of its own, nor with weights made of others."""
+    if type(module) is not nn.MultiheadAttention or module.add_zero_attn:
+        return False
+    return {name for name, _ in module.named_parameters()} <= _PARAMETERS
 
 
 def run_again(module: Any, args: Any, kwargs: Any, grad_MLE: Tensor, num: int) -> dict[str, Record] | None:
@@ -56,8 +61,7 @@ def run_again(module: Any, args: Any, kwargs: Any, grad_MLE: Tensor, num: int) -
             found["out_proj.bias"] = Rows(b_out.sum(1))
             found["in_proj_bias"] = Rows(torch.cat([part.sum(1) for part in b], 1))
         if module.in_proj_weight is None:
-            names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-            return found | {name: Matrix(*both) for name, *both in zip(names, a, b, strict=True)}
+            return found | {name: Matrix(*both) for name, *both in zip(_INWARDS, a, b, strict=True)}
         if inputs[0] is inputs[1] and inputs[1] is inputs[2]:
             return found | {"in_proj_weight": Matrix(a[0], torch.cat(b, 2))}
         rows = [Matrix(*both).rows() for both in zip(a, b, strict=True)]
@@ -80,7 +84,7 @@ def _called_with(
 def _projections(module: Any, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor | None]]:
     """Weights and biases of queries, keys and values."""
     if module.in_proj_weight is None:
-        weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+        weights = [getattr(module, name) for name in _INWARDS]
     else:
         weights = list(module.in_proj_weight.chunk(3))
     biases = [None] * 3 if module.in_proj_bias is None else [part.to(dtype) for part in module.in_proj_bias.chunk(3)]

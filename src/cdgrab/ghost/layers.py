@@ -21,7 +21,7 @@ from cdgrab.ghost.attention import attends
 from cdgrab.ghost.attention import run_again as run_attention_again
 from cdgrab.ghost.convolved import Convolved, Geometry, patches
 from cdgrab.ghost.records import Lookup, Matrix, Record, Rows, by_example
-from cdgrab.ghost.recurrent import opens
+from cdgrab.ghost.recurrent import Opened, opens
 from cdgrab.ghost.recurrent import run_again as run_recurrent_again
 
 Records = dict[str, Record]
@@ -112,11 +112,18 @@ def handler_of(module: nn.Module) -> Handler | None:
     return HANDLERS.get(type(module))
 
 
-def differentiated(module: nn.Module, args: Any, kwargs: Any, grads: list[Tensor | None], num: int) -> Records:
+def differentiated(
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    grads: list[Tensor | None],
+    num: int,
+    kept: dict[nn.Module, Opened],
+) -> Records:
     """Records of any module that treats its examples one by one: it runs once more.
 
     Recurrent modules and attention run for all of them together, others for each of them. Whatever is as long as the
-    outputs are along the first dimension is taken to be laid out example by example.
+    outputs are along the first dimension is taken to be laid out example by example. What is `kept` serves later calls.
     """
     leaves, spec = tree_flatten((args, {k: v for k, v in kwargs.items() if k != "attn_mask"}))
     leaves = [widened(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -127,7 +134,7 @@ def differentiated(module: nn.Module, args: Any, kwargs: Any, grads: list[Tensor
             return found
     if opens(module):
         again_args, again_kwargs = tree_unflatten(leaves, spec)
-        return run_recurrent_again(module, again_args, again_kwargs, wide, num)
+        return run_recurrent_again(module, again_args, again_kwargs, wide, num, kept)
     if isinstance(module, nn.RNNBase) and (len(args) > 1 or kwargs):
         raise ValueError(
             f"{type(module).__name__} has projections and is called with a state, which is not laid out example by "

@@ -68,7 +68,7 @@ def _matrix_cost(q: int, p: int, positions: int, batch: int) -> Cost:
 
 def _cost_of_parts(module: nn.Module, positions: int, batch: int) -> Cost:
     """Of a module with several matrices, which runs once more for the gradients of their outputs."""
-    sizes = [parameter.shape for parameter in module.parameters() if parameter.ndim == 2]
+    sizes = [parameter.shape for parameter in module.parameters() if parameter.ndim == 2 and parameter.requires_grad]
     parts = [(q * p, _matrix_cost(q, p, positions, batch)) for q, p in sizes]
     again = sum(4 * q * p for q, p in sizes)  # forward, and back to the inputs
     if opens(module):  # there are as many inputs more as it has gates, and two weights for each set of gates
@@ -110,8 +110,8 @@ def find_layers(model: nn.Module) -> list[Layer]:
                 f"{name or 'the model'} ({type(module).__name__}) has layers inside and uses the parameter {names} "
                 "itself, where it cannot be watched; move it into a layer of its own (an Embedding, say), or freeze it"
             )
-        if as_a_whole and isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
-            _check_whole(name, module)
+        if as_a_whole:
+            check_whole(name, module)
             inside.append(f"{name}." if name else "")
         layers.append(Layer(name, module, known, sum(p.numel() for p in owned)))
     if not layers:
@@ -239,7 +239,10 @@ _FEW_NUMBERS = 1 << 24
 _CHANNELS_FIRST = (nn.Conv1d, nn.Conv2d, nn.GroupNorm)
 
 
-def _check_whole(name: str, module: nn.MultiheadAttention | nn.RNNBase) -> None:
+def check_whole(name: str, module: nn.Module) -> None:
+    """Refuse modules with dropout inside, and those that want examples along another dimension."""
+    if not isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+        return
     if not module.batch_first:
         raise ValueError(f"layer {name!r} ({type(module).__name__}) must be made with batch_first=True")
     if module.dropout and module.training:

@@ -9,9 +9,8 @@ Shapes: `M` sequences, `T` steps in time, `p` inputs, `H` hidden numbers, `G` th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +29,19 @@ class Tap:
     before_MTH: Tensor  # the hidden numbers that each step began with
     zeros_MTG: Tensor
 
+    def wide(self) -> Tap:
+        """In single precision at least, as gradients are looked at; autocast leaves less."""
+        dtype = torch.promote_types(self.x_MTp.dtype, torch.float32)
+        return replace(self, x_MTp=self.x_MTp.to(dtype), before_MTH=self.before_MTH.to(dtype))
 
-def opens(module: nn.Module) -> bool:
-    """Whether a module is of a kind that is served here."""
-    return type(module) in (nn.LSTM, nn.GRU, nn.RNN) and not getattr(module, "proj_size", 0)
+
+def opens(module: Any) -> bool:
+    """Whether a module is of a kind that is served here: not with projections, nor with weights made of others."""
+    return (
+        type(module) in (nn.LSTM, nn.GRU, nn.RNN)
+        and not module.proj_size
+        and set(module._flat_weights_names) == module._parameters.keys()
+    )
 
 
 def called_with(input: Any, hx: Any = None) -> tuple[Tensor, Any]:
@@ -46,18 +54,23 @@ def called_with(input: Any, hx: Any = None) -> tuple[Tensor, Any]:
 class Opened:
     """A recurrent module with more inputs than it has.
 
-    It computes what the module does, with the module's parameters of the moment, and leaves taps.
+    It computes what the module does, with the parameters that were there at the last `copy_weights()`, and leaves taps.
+    Beside a copy of the weights it keeps an identity matrix for each of its gates.
+
+    Args:
+        module: An LSTM, GRU or RNN.
+        like: Of the type and on the device of what it will be called with.
     """
 
     def __init__(self, module: Any, like: Tensor) -> None:
+        self._module, self.like = module, like.new_empty(0)
         directions = ("", "_reverse")[: 1 + module.bidirectional]
         self._suffixes = [[f"_l{layer}{end}" for end in directions] for layer in range(module.num_layers)]
         # Each is a module of one layer and one direction: only modules have their weights where a GPU wants them.
         self._parts = {suffix: _longer(module, suffix, like) for both in self._suffixes for suffix in both}
 
-    def __call__(self, module: nn.Module, x_MTp: Tensor, state: Any = None) -> tuple[tuple[Tensor, Any], list[Tap]]:
+    def __call__(self, x_MTp: Tensor, state: Any = None) -> tuple[tuple[Tensor, Any], list[Tap]]:
         """The module's output and last state, and a tap for each direction of each layer."""
-        self._copy_weights(module)
         given = tuple(tree_leaves(state)) if state is not None else ()
         taps: list[Tap] = []
         left: list[list[Tensor]] = []
@@ -84,13 +97,14 @@ class Opened:
         before_MTH = torch.cat([begin_M1H.detach(), hidden_MTH[:, :-1].detach()], 1)
         return hidden_MTH, tree_leaves(last), Tap(suffix, x_MTp.detach(), before_MTH, zeros_MTG)
 
-    def _copy_weights(self, module: nn.Module) -> None:
+    def copy_weights(self) -> None:
+        """Before a pass, and not between its forward and backward part."""
         wide: list[tuple[Tensor, Tensor]] = []
         whole: list[tuple[Tensor, Tensor]] = []
         for suffix, part in self._parts.items():
             place: Tensor
             for name, place in part.named_parameters():
-                value: Tensor = module.get_parameter(name.removesuffix("_l0") + suffix)
+                value: Tensor = self._module.get_parameter(name.removesuffix("_l0") + suffix)
                 (whole if place.shape == value.shape else wide).append((place, value))
         with torch.no_grad():
             for longer, value in wide:
@@ -114,18 +128,33 @@ def records_of(module: Any, taps: list[Tap], grads: list[Tensor | None], num: in
     return found
 
 
-def run_again(module: Any, args: Any, kwargs: Any, grads: list[Tensor | None], num: int) -> dict[str, Record]:
-    """Records of a module's parameters, by a pass of its own; `args` are wide, `grads` those of its outputs."""
+def run_again(
+    module: Any,
+    args: Any,
+    kwargs: Any,
+    grads: list[Tensor | None],
+    num: int,
+    kept: dict[nn.Module, Opened],
+) -> dict[str, Record]:
+    """Records of a module's parameters, by a pass of its own.
+
+    On a GPU they are as exact as cuDNN's own gradients are, by the setting for single precision that holds there.
+
+    Args:
+        module: That `opens`.
+        args: What it was called with, wide.
+        kwargs: The same by name.
+        grads: Of its outputs, wide; None for those that got none.
+        num: Of examples.
+        kept: What earlier calls have made, by module.
+    """
     x, state = called_with(*args, **kwargs)
-    like = module.weight_ih_l0.new_empty(0, dtype=x.dtype)
-    kept = _KEPT.get(module)
-    if kept is None or (kept[0].dtype, kept[0].device) != (like.dtype, like.device):
-        kept = _KEPT[module] = like, Opened(module, like)
-    # As exact as gradients of matrices are; what else is set here stays as it is.
-    cudnn = torch.backends.cudnn
-    exact = cudnn.flags(True, cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False)
-    with torch.enable_grad(), exact:
-        outputs, taps = kept[1](module, x, state)
+    opened = kept.get(module)
+    if opened is None or (opened.like.dtype, opened.like.device) != (x.dtype, x.device):
+        opened = kept[module] = Opened(module, x)
+    opened.copy_weights()
+    with torch.enable_grad():
+        outputs, taps = opened(x, state)
         known = [(output, grad) for output, grad in zip(tree_leaves(outputs), grads, strict=True) if grad is not None]
         found = torch.autograd.grad(
             [output for output, _ in known],
@@ -135,9 +164,6 @@ def run_again(module: Any, args: Any, kwargs: Any, grads: list[Tensor | None], n
         )
     with torch.no_grad():
         return records_of(module, taps, list(found), num)
-
-
-_KEPT: WeakKeyDictionary[nn.Module, tuple[Tensor, Opened]] = WeakKeyDictionary()
 
 
 def _longer(module: Any, suffix: str, like: Tensor) -> Any:

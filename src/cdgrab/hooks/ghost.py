@@ -16,11 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cdgrab.ghost.layers import MIXES_EXAMPLES, Records, differentiated, handler_of
-from cdgrab.ghost.plan import Layer, changed_in_place, check_count, check_mixing, check_sums, find_layers
+from cdgrab.ghost.plan import (
+    Layer,
+    changed_in_place,
+    check_count,
+    check_mixing,
+    check_sums,
+    check_whole,
+    find_layers,
+)
 from cdgrab.ghost.records import Record, total
+from cdgrab.ghost.recurrent import Opened
 from cdgrab.ghost.sketch import Sketcher
 from cdgrab.hooks.replayed import MOST_BYTES, Parts, Replays, Seen, recordable
 
@@ -81,7 +90,7 @@ class ExampleAttachment:
         self._names = {
             (layer.name, key): names[id(parameter)]
             for layer in self._layers
-            for key, parameter in layer.module.named_parameters()
+            for key, parameter in layer.module.named_parameters(remove_duplicate=False)
             if parameter.requires_grad
         }
         self._shapes = {name: parameter.shape for name, parameter in trainable.items()}
@@ -93,6 +102,7 @@ class ExampleAttachment:
         self._expected: dict[str, Tensor] | None = {}  # gradients of the first pass, to hold the records against
         self._records: dict[str, list[Record]] = defaultdict(list)
         self._calls: list[_Call] = []
+        self._opened: dict[nn.Module, Opened] = {}
         self.replays = Replays(self._made)
         self._seen: list[Seen] = []  # of the pass under way, to be looked at when it ends
         self._bytes = 0  # of these
@@ -129,16 +139,25 @@ class ExampleAttachment:
         self._handles.append(layer.module.register_forward_hook(after(layer), with_kwargs=True))
 
     def _after_unknown(self, layer: Layer) -> Callable[..., None]:
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG001
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             if self._differentiating or not any(leaf.requires_grad for leaf in outputs):
                 return
-            call = _Call(layer, args, kwargs, [None] * len(outputs), _versions(args, kwargs))
+            check_whole(layer.name, module)
+            count = len(outputs)  # the hook must not hold on to the outputs, which hold on to it
+            # What comes from outside may be a buffer that is filled again before the pass, or the pair, is complete.
+            copies: dict[int, Tensor] = {}
+            args, kwargs = tree_map_only(
+                Tensor,
+                lambda leaf: leaf if leaf.requires_grad else copies.setdefault(id(leaf), leaf.clone()),
+                (args, kwargs),
+            )
+            call = _Call(layer, args, kwargs, [None] * count, _versions(args, kwargs))
 
             def on_grad(grad: Tensor, place: int) -> None:
                 self._queue()
                 if not any(known is call for known in self._calls):  # of another pass, they count no more
-                    call.grads = [None] * len(outputs)
+                    call.grads = [None] * count
                     self._calls.append(call)
                 call.grads[place] = grad
 
@@ -287,8 +306,8 @@ class ExampleAttachment:
                     if not call.is_unchanged():
                         raise changed_in_place(call.layer)
                     num = self._count(call.layer, call.grads)
-                    rows = differentiated(call.layer.module, call.args, call.kwargs, call.grads, num)
-                    self._keep(call.layer, rows, whole=expected is not None)
+                    found = differentiated(call.layer.module, call.args, call.kwargs, call.grads, num, self._opened)
+                    self._keep(call.layer, found, whole=expected is not None)
             finally:
                 self._differentiating = False
                 self._records = defaultdict(list)

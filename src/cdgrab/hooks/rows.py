@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cdgrab.ghost.layers import Records, differentiated, handler_of, widened
-from cdgrab.ghost.plan import Layer, changed_in_place, check_count, check_sums, find_layers
+from cdgrab.ghost.plan import Layer, changed_in_place, check_count, check_sums, check_whole, find_layers
 from cdgrab.ghost.records import Record, write_rows
 from cdgrab.ghost.recurrent import Opened, Tap, called_with, opens, records_of
 
@@ -54,8 +54,8 @@ class _Use:
         pairs = zip(self.grads, self.outputs, strict=True)
         return all(grad is not None or not output.requires_grad for grad, output in pairs)
 
-    def records(self, num: int, parts: int) -> Records:
-        """For `num` examples, each of `parts` entries."""
+    def records(self, num: int, parts: int, kept: dict[nn.Module, Opened]) -> Records:
+        """For `num` examples, each of `parts` entries. What is `kept` serves later calls."""
         module = self.layer.module
         if self.versions != [tensor._version for tensor in self.tensors()]:
             raise changed_in_place(self.layer)
@@ -64,10 +64,10 @@ class _Use:
             return {}
         check_count(self.layer, self.grads, num * parts)
         if self.tap is not None:
-            return records_of(module, [self.tap], self.grads, num)
+            return records_of(module, [self.tap.wide()], [widened(some)], num)
         handler = handler_of(module)
         if handler is None:
-            return differentiated(module, self.args, self.kwargs, self.grads, num)
+            return differentiated(module, self.args, self.kwargs, self.grads, num, kept)
         given = self.args[0] if self.args else next(iter(self.kwargs.values()))
         return handler(module, widened(given), widened(some), num)  # as it is: rows are written in any case
 
@@ -85,6 +85,7 @@ class _Writing:
         sums: Where a parameter's rows are added up.
         num: Of examples.
         parts: Of an example.
+        kept: For layers that run once more.
         streams: Of a GPU, taken in turn; none on a CPU.
     """
 
@@ -96,10 +97,11 @@ class _Writing:
         *,
         num: int,
         parts: int,
+        kept: dict[nn.Module, Opened],
         streams: list[torch.cuda.Stream],
     ) -> None:
         self._uses, self._places, self._sums = uses, places, sums
-        self._num, self._parts = num, parts
+        self._num, self._parts, self._kept = num, parts, kept
         self._streams = cycle(streams) if streams else None
         self._taken_streams: set[torch.cuda.Stream] = set()
         self._latest: dict[str, torch.cuda.Stream | None] = {}  # where a parameter was written last
@@ -134,7 +136,7 @@ class _Writing:
         self._taken.add(use)
         stream = self._beside(None)
         with torch.no_grad(), _on(stream):
-            records = use.records(self._num, self._parts)
+            records = use.records(self._num, self._parts, self._kept)
             self._records.append(records)
             for number, (key, name) in enumerate(use.names.items()):
                 other = self._beside(stream) if number else stream
@@ -168,8 +170,8 @@ class ExampleRows:
     """Finds the rows of a batch, and its gradient.
 
     Args:
-        model: Whose layers treat examples one by one, and have them along the first dimension. The first batch is held
-            against the gradient that a whole backward pass finds.
+        model: Whose layers treat examples one by one, and have them along the first dimension. The first batch runs
+            twice, and is held against the gradient that a whole backward pass finds.
         parts: How many entries along that dimension make an example, one after the other.
     """
 
@@ -182,14 +184,21 @@ class ExampleRows:
         self._checked = False
         self._parts = parts
         self._names = {id(parameter): name for name, parameter in trainable.items()}
-        on_gpu = next(iter(trainable.values())).is_cuda
-        self._streams = [torch.cuda.Stream() for _ in range(_STREAMS if on_gpu else 0)]
+        self._kept: dict[nn.Module, Opened] = {}
+        device = next(iter(trainable.values())).device
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(_STREAMS if device.type == "cuda" else 0)]
         self._uses: list[_Use] | None = None  # while a forward pass is watched
-        self._stand_ins: dict[nn.Module, Callable[..., Any]] = {}  # for the forward pass of recurrent layers
+        self._stand_ins: dict[nn.Module, _StandIn] = {}  # for the forward pass of recurrent layers
         for layer in find_layers(model):
+            if parts > 1 and isinstance(layer.module, (nn.Conv1d, nn.Conv2d, nn.GroupNorm)):
+                raise ValueError(
+                    f"layer {layer.name!r} ({type(layer.module).__name__}) takes examples apart one by one; it cannot "
+                    f"be told that {parts} entries are one"
+                )
             layer.module.register_forward_hook(self._after(layer), with_kwargs=True)
             if opens(layer.module) and next(layer.module.parameters()).dtype in (torch.float32, torch.float64):
-                self._stand_ins[layer.module] = self._stand_in(layer)
+                self._stand_ins[layer.module] = _StandIn(layer, self._names_in(layer))
 
     def __call__(
         self,
@@ -202,6 +211,7 @@ class ExampleRows:
 
         Written into `place_ND`, and their sum into `sums_D`, if these are given.
         """
+        expected = None if self._checked else self._whole_gradient(loss)
         value, uses = self._forward(loss)
         if place_ND is None:
             place_ND = torch.empty(num, sum(self._sizes), dtype=self._dtype, device=value.device)
@@ -214,40 +224,42 @@ class ExampleRows:
         for name in self._parameters.keys() - {name for use in uses for name in use.names.values()}:
             places[name].zero_()
             sums[name].zero_()
-        writing = _Writing(uses, places, sums, num=num, parts=self._parts, streams=self._streams)
-        outputs = [output for use in uses for output in use.outputs if output.requires_grad]
-        parameters = [] if self._checked else list(self._parameters.values())
+        writing = _Writing(uses, places, sums, num=num, parts=self._parts, kept=self._kept, streams=self._streams)
         handles = writing.watch()
         try:
-            found = torch.autograd.grad(value, [*outputs, *parameters], allow_unused=True)
+            outputs = [output for use in uses for output in use.outputs if output.requires_grad]
+            torch.autograd.grad(value, outputs, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
         writing.finish()
-        if not self._checked:
-            self._check(sums, found[len(outputs) :])
+        if expected is not None:
+            check_sums({name: sums[name].view_as(grad) for name, grad in expected.items()}, expected)
+            self._checked = True
         return place_ND
 
+    def _whole_gradient(self, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
+        """Of the batch, found as anybody would; random numbers are the same once more afterwards."""
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            grads = torch.autograd.grad(loss(), list(self._parameters.values()), allow_unused=True)
+        named = zip(self._parameters.items(), grads, strict=True)
+        return {name: torch.zeros_like(parameter) if grad is None else grad for (name, parameter), grad in named}
+
     def _forward(self, loss: Callable[[], Tensor]) -> tuple[Tensor, list[_Use]]:
-        uses = self._uses = []
-        # The first pass finds parameters' gradients too, which a stand-in does not have.
-        stand_ins = self._stand_ins if self._checked else {}
+        uses: list[_Use] = []
+        self._uses = uses
+        before = {module: vars(module).get("forward") for module in self._stand_ins}
         try:
-            for module, stand_in in stand_ins.items():
+            for module, stand_in in self._stand_ins.items():
+                stand_in.begin(uses)
                 module.forward = stand_in
             return loss(), uses
         finally:
-            for module in stand_ins:
+            for module, forward in before.items():
                 del module.forward
+                if forward is not None:
+                    module.forward = forward
             self._uses = None
-
-    def _check(self, sums: dict[str, Tensor], grads: tuple[Tensor | None, ...]) -> None:
-        named = list(zip(self._parameters.items(), grads, strict=True))
-        check_sums(
-            {name: sums[name].view_as(parameter) for (name, parameter), _ in named},
-            {name: torch.zeros_like(parameter) if grad is None else grad for (name, parameter), grad in named},
-        )
-        self._checked = True
 
     def _names_in(self, layer: Layer) -> dict[str, str]:
         named = layer.module.named_parameters(remove_duplicate=False)
@@ -257,24 +269,34 @@ class ExampleRows:
         names = self._names_in(layer)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self._uses is None or (self._checked and module in self._stand_ins):  # which has noted its taps
+            if self._uses is None:
                 return
-            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            self._uses.append(_Use(layer, names, args, kwargs, outputs))
+            check_whole(layer.name, module)
+            if module not in self._stand_ins:  # which have noted their taps
+                outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+                self._uses.append(_Use(layer, names, args, kwargs, outputs))
 
         return after
 
-    def _stand_in(self, layer: Layer) -> Callable[..., Any]:
-        """Computes what a recurrent layer does, so that the gradients of its gates come with the backward pass."""
+
+class _StandIn:
+    """Computes what a recurrent layer does, so that the gradients of its gates come with the backward pass."""
+
+    def __init__(self, layer: Layer, names: dict[str, str]) -> None:
         module: Any = layer.module
-        opened, names = Opened(module, module.weight_ih_l0), self._names_in(layer)
+        self._layer, self._names = layer, names
+        self._opened = Opened(module, module.weight_ih_l0)
+        self._uses: list[_Use] = []
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            assert self._uses is not None
-            output, taps = opened(module, *called_with(*args, **kwargs))
-            for tap in taps:
-                of_tap = {key: name for key, name in names.items() if key.partition("_l")[2] == tap.suffix[2:]}
-                self._uses.append(_Use(layer, of_tap, (), {}, [tap.zeros_MTG], tap))
-            return output
+    def begin(self, uses: list[_Use]) -> None:
+        """Before a forward pass, which will add its uses to these."""
+        self._uses = uses
+        self._opened.copy_weights()
 
-        return forward
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x, state = called_with(*args, **kwargs)
+        output, taps = self._opened(x, state)
+        for tap in taps:
+            names = {key: name for key, name in self._names.items() if key.partition("_l")[2] == tap.suffix[2:]}
+            self._uses.append(_Use(self._layer, names, (x,), {}, [tap.zeros_MTG], tap))
+        return output

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import cycle
 from typing import Any, NamedTuple, cast
 
@@ -75,7 +77,8 @@ class CapturedSteps:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         if self._device.type == "cuda":
             # Steps come first where both want to run.
-            self._capturing, self._sorting = torch.cuda.Stream(priority=-1), torch.cuda.Stream()
+            self._capturing = torch.cuda.Stream(self._device, priority=-1)
+            self._sorting = torch.cuda.Stream(self._device)
         self.seconds_exchange = self.seconds_fitting = 0.0
 
     @property
@@ -120,15 +123,22 @@ class CapturedSteps:
         """Let the ordering see rows; gives the end of that."""
         end = torch.cuda.Event()
         self._sorting.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._sorting):
+        # Timed here too: some orders and rules, and the end of an epoch, make the host wait.
+        with self._timed(), torch.cuda.stream(self._sorting):
             self._ordering._observe(rows_KND)  # also of a model that the ordering is attached to
             end.record()
         return end
 
     def _wait_for(self, end: torch.cuda.Event) -> None:
+        with self._timed():
+            torch.cuda.current_stream().wait_event(end)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count how long the stream of the steps has nothing to do."""
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record()
-        torch.cuda.current_stream().wait_event(end)
+        yield
         after.record()
         self._events.append((before, after))
 

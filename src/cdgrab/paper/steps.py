@@ -21,7 +21,7 @@ from cdgrab.hooks.rows import ExampleRows
 from cdgrab.paper.tasks.base import Problem
 
 _MOST_STEPS = 64
-_MOST_BYTES = {"cpu": 1 << 23, "cuda": 1 << 33}  # of rows that are collected
+_MOST_BYTES = {"cpu": 1 << 23, "cuda": 1 << 32}  # of rows that are collected; on a GPU there are two such blocks
 
 Batch = tuple[Tensor, ...]
 

