@@ -38,7 +38,7 @@ class _Use:
     args: Any
     kwargs: Any
     outputs: list[Tensor]  # whose gradients are wanted
-    tap: Tap | None = None  # a part of a recurrent layer; its output is what was added to the gates
+    tap: Tap | None = None  # a part of a recurrent layer, whose output are its gates
     versions: list[int] = field(init=False)
     grads: list[Tensor | None] = field(init=False)
 
@@ -298,5 +298,5 @@ class _StandIn:
         output, taps = self._opened(x, state)
         for tap in taps:
             names = {key: name for key, name in self._names.items() if key.partition("_l")[2] == tap.suffix[2:]}
-            self._uses.append(_Use(self._layer, names, (x,), {}, [tap.zeros_MTG], tap))
+            self._uses.append(_Use(self._layer, names, (x,), {}, [tap.gates_MTG], tap))
         return output

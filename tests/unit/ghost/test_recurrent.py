@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from _inputs import randn
 from _models import one_by_one, recorded
 from cdgrab import Ordering, World
+from cdgrab.ghost import recurrent
 from cdgrab.ghost.records import Matrix, written_out
 from cdgrab.hooks.rows import ExampleRows
 
@@ -60,6 +61,12 @@ def reader(kind: str, shape: str, uses: str, *, state: bool = False) -> Reader:
 
 def data() -> tuple[Tensor, Tensor]:
     return randn(NUM, 7, 4, dtype=torch.float64), torch.arange(NUM) % 5
+
+
+@pytest.fixture(params=["with more inputs", "step by step"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of these tests are narrow; both ways must do for all of them."""
+    monkeypatch.setattr(recurrent, "_NARROW", 10**6 if request.param == "with more inputs" else 0)
 
 
 @pytest.mark.parametrize("uses", ["outputs", "first", "last"])
