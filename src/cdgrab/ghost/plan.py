@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cdgrab.ghost.attention import attends
 from cdgrab.ghost.layers import MIXES_EXAMPLES, WHOLE, handler_of
-from cdgrab.ghost.recurrent import opens
+from cdgrab.ghost.recurrent import is_lengthened, opens
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def _cost_of_parts(module: nn.Module, positions: int, batch: int) -> Cost:
     sizes = [parameter.shape for parameter in module.parameters() if parameter.ndim == 2 and parameter.requires_grad]
     parts = [(q * p, _matrix_cost(q, p, positions, batch)) for q, p in sizes]
     again = sum(4 * q * p for q, p in sizes)  # forward, and back to the inputs
-    if opens(module):  # there are as many inputs more as it has gates, and two weights for each set of gates
+    if opens(module) and is_lengthened(module, next(module.parameters())):
+        # There are as many inputs more as it has gates, and two weights for each set of gates.
         again += sum(2 * q * q for q, _ in sizes)
     plain = sum(6 * numel for numel, _ in parts)
     of_weights = sum(6 * numel * found.extra for numel, found in parts)

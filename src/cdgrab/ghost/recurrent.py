@@ -50,6 +50,11 @@ def opens(module: Any) -> bool:
     )
 
 
+def is_lengthened(module: Any, like: Tensor) -> bool:
+    """Whether a module is given more inputs, and not computed step by step."""
+    return like.is_cuda or module.hidden_size < _NARROW
+
+
 def called_with(input: Any, hx: Any = None) -> tuple[Tensor, Any]:
     """Inputs and state of a call."""
     if not isinstance(input, Tensor) or input.ndim != 3:
@@ -71,7 +76,7 @@ class Opened:
         self.like = like.new_empty(0)
         directions = ("", "_reverse")[: 1 + module.bidirectional]
         self._suffixes = [[f"_l{layer}{end}" for end in directions] for layer in range(module.num_layers)]
-        kind = _Longer if like.is_cuda or module.hidden_size < _NARROW else _StepByStep
+        kind = _Longer if is_lengthened(module, like) else _StepByStep
         self._parts = {suffix: kind(module, suffix, like) for both in self._suffixes for suffix in both}
 
     def __call__(self, x_MTp: Tensor, state: Any = None) -> tuple[tuple[Tensor, Any], list[Tap]]:
