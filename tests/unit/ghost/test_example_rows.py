@@ -15,7 +15,7 @@ from _inputs import randn
 from _models import MODELS, build, one_by_one
 from cdgrab.ghost.convolved import Geometry, patches
 from cdgrab.ghost.records import write_rows
-from cdgrab.hooks.rows import ExampleRows
+from cdgrab.hooks.rows import ExampleRows, _Writing
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -92,12 +92,13 @@ def test_streams_wait_for_each_other(name: str, monkeypatch: pytest.MonkeyPatch)
 
         return wrapper
 
-    def asked() -> Line:
-        if len(current) == 1:
-            current[0].knows[current[0]] += 1  # gradients have come meanwhile
-        return current[-1]
+    def gradients_have_come(writing: Any, use: Any) -> None:
+        current[0].knows[current[0]] += 1
+        take(writing, use)
 
-    monkeypatch.setattr(torch.cuda, "current_stream", asked)
+    take = _Writing._take
+    monkeypatch.setattr(_Writing, "_take", gradients_have_come)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr("cdgrab.hooks.rows.write_rows", noted(write_rows, 1))
     monkeypatch.setattr(torch, "sum", noted(torch.sum, 0))
