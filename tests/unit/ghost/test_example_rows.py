@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from torch.nn import functional as F
 
 from _inputs import randn
 from _models import MODELS, build, one_by_one
+from _streams import Line, lines_for_streams
 from cdgrab.ghost.convolved import Geometry, patches
 from cdgrab.ghost.records import write_rows
 from cdgrab.hooks.rows import ExampleRows, _Writing
@@ -57,49 +56,29 @@ def test_rows_of_half_precision_are_single(dtype: torch.dtype) -> None:
     assert float((6 * found - expected).norm() / expected.norm()) < 0.05
 
 
-class Line:
-    """Stands in for a stream: knows how much of every other has happened before what it does next."""
-
-    def __init__(self) -> None:
-        self.knows: dict[Line, int] = {self: 0}
-
-    def wait_stream(self, other: Line) -> None:
-        for line, done in other.knows.items():
-            self.knows[line] = max(self.knows.get(line, 0), done)
-
-
 @pytest.mark.parametrize("name", ["tied", "used twice", "lstm", "normed"])
 def test_streams_wait_for_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens to a place is ordered, and the pass goes on when all of it is done."""
-    current = [Line()]  # the innermost is the last
-    done: dict[int, tuple[Line, int]] = {}  # by place, the last that happened to it
-
-    @contextmanager
-    def on(line: Line) -> Iterator[None]:
-        current.append(line)
-        yield
-        current.pop()
+    current = lines_for_streams(monkeypatch)
+    latest: dict[int, tuple[Line, int]] = {}  # by place, what happened to it last
+    arrivals = [(current[0], 0)]
 
     def noted(function: Any, place: int) -> Any:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             line, where = current[-1], args[place].data_ptr()
-            before, count = done.get(where, (line, 0))
-            assert line.knows.get(before, 0) >= count
-            assert line.knows.get(current[0], 0) == current[0].knows[current[0]]
-            line.knows[line] += 1
-            done[where] = line, line.knows[line]
+            assert line.is_after(arrivals[-1])
+            assert line.is_after(latest.get(where, (line, 0)))
+            latest[where] = line.does_something()
             return function(*args, **kwargs)
 
         return wrapper
 
     def gradients_have_come(writing: Any, use: Any) -> None:
-        current[0].knows[current[0]] += 1
+        arrivals.append(current[0].does_something())
         take(writing, use)
 
     take = _Writing._take
     monkeypatch.setattr(_Writing, "_take", gradients_have_come)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr("cdgrab.hooks.rows.write_rows", noted(write_rows, 1))
     monkeypatch.setattr(torch, "sum", noted(torch.sum, 0))
     model, x, y = build(name, 6)
@@ -109,9 +88,9 @@ def test_streams_wait_for_each_other(name: str, monkeypatch: pytest.MonkeyPatch)
     rows_of._streams = lines
     found = rows_of(lambda: F.cross_entropy(model(x), y), 6)
     torch.testing.assert_close(6 * found, expected)
-    assert len(done) == len(list(model.parameters()))
-    assert {line for line, _ in done.values()} <= set(lines)
-    assert all(current[0].knows.get(line, 0) >= count for line, count in done.values())
+    assert len(latest) == len(list(model.parameters()))
+    assert {line for line, _ in latest.values()} <= set(lines)
+    assert all(current[0].is_after(what) for what in latest.values())
 
 
 def test_a_wide_loss_of_single_layers() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from _problems import PROBLEMS
+from _streams import Line, lines_for_streams
 from cdgrab import Ordering, World
-from cdgrab.paper.captured import CapturedSteps
+from cdgrab.paper.captured import CapturedSteps, Recorded
 from cdgrab.paper.steps import Collector, LateCollector
 from cdgrab.paper.tasks.base import Problem
 
 
-def captured(problem: Problem, *, balanced: bool, source: str = "exact") -> CapturedSteps:
-    ordering = Ordering(len(problem.train[0]), batch_size=6, unit_size=1, world=World.simulated(3))
+def captured(problem: Problem, *, balanced: bool, source: str = "exact", workers: int = 3) -> CapturedSteps:
+    ordering = Ordering(len(problem.train[0]), batch_size=6, unit_size=1, world=World.simulated(workers))
     if source == "sketch":
         ordering.attach(problem.model, source="sketch", length=10**6)  # so long that nothing is given up
     optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.1)
@@ -51,6 +54,75 @@ def test_sketches_come_from_the_attachment() -> None:
     assert rows is not None
     assert expected is not None
     torch.testing.assert_close(rows, expected)
+
+
+class Replayed:
+    """Stands in for a recorded step: takes it when it is replayed, and notes where rows went, and when."""
+
+    def __init__(self, steps: Any, key: tuple[int, int], place: Tensor | None) -> None:
+        self.steps, self.key, self.place = steps, key, place
+        self.rows = steps._rows_of_a_step if place is None else place
+
+    def replay(self) -> None:
+        line: Any = torch.cuda.current_stream()
+        block = self.key[0] if self.place is not None else len(self.steps.seen) % 2
+        assert all(line.is_after(end) for number, end in enumerate(self.steps.seen) if number % 2 == block)
+        self.steps.written = line.does_something()
+        rows = self.steps._body(self.place)
+        if self.place is None:
+            self.rows.copy_(rows)
+
+
+@pytest.mark.parametrize("workers", [3, 6])  # pairs within a step, and from one to the next
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("name", ["closed", "layers", "units"])
+def test_rows_are_observed_beside_the_steps(
+    name: str, long: bool, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, in their order, while they are whole: a block is written again only after it has been read."""
+    expected = by_hand(PROBLEMS[name](61), workers)
+    lines_for_streams(monkeypatch)
+    problem = PROBLEMS[name](61)
+    steps: Any = captured(problem, balanced=True, workers=workers)
+    ordering, dim = steps._ordering, len(steps._flat_D)
+    steps._sorting, steps._long = Line(), long
+    steps._make_blocks((2 if workers == 6 else 1) if long else 4, steps._flat_D)
+    steps._rows_of_a_step = torch.zeros(6, dim, dtype=torch.float64)
+    places = {(i, k): place for i, block in enumerate(steps._blocks) for k, place in enumerate(block)}
+    for key, place in places.items() if long else [((0, 0), None)]:
+        graph = Replayed(steps, key, place)
+        steps._recorded[key] = Recorded(graph, graph.rows)  # type: ignore[arg-type]
+    observe = ordering._observe
+
+    def noted(rows: Tensor) -> None:
+        line: Any = torch.cuda.current_stream()
+        assert line is steps._sorting
+        assert line.is_after(steps.written)
+        observe(rows)
+        steps.seen.append(line.does_something())
+        rows.fill_(torch.nan)  # what is read later than now is no longer there
+
+    monkeypatch.setattr(ordering, "_observe", noted)
+    for epoch in range(2):
+        index = torch.from_numpy(ordering.remaining()).clone()
+        steps._index_SN, steps.seen = index[: len(index) // 6 * 6].view(-1, 6), []
+        steps._step.zero_()
+        steps.epoch(index)
+        assert ordering.epoch == epoch + 1
+        assert len(steps._events) >= len(steps.seen)
+    assert ordering.remaining().tolist() == expected[0]
+    torch.testing.assert_close([p.detach() for p in problem.model.parameters()], expected[1])
+
+
+def by_hand(problem: Problem, workers: int) -> tuple[list[int], list[Tensor]]:
+    """The order after two epochs, and the parameters."""
+    steps: Any = captured(problem, balanced=True, workers=workers)
+    for _ in range(2):
+        for index in torch.from_numpy(steps._ordering.remaining()).clone().split(6):
+            rows = steps._gradient(tuple(part[index] for part in problem.train)).clone()
+            steps._optimizer.step()
+            steps._ordering.observe(rows)
+    return steps._ordering.remaining().tolist(), [p.detach() for p in problem.model.parameters()]
 
 
 class Listener:
