@@ -29,7 +29,7 @@ from cdgrab.ghost.plan import (
     find_layers,
 )
 from cdgrab.ghost.records import Record, total
-from cdgrab.ghost.recurrent import Opened
+from cdgrab.ghost.recurrent import Opened, called_with, opens
 from cdgrab.ghost.sketch import Sketcher
 from cdgrab.hooks.replayed import MOST_BYTES, Parts, Replays, Seen, recordable
 
@@ -144,6 +144,8 @@ class ExampleAttachment:
             if self._differentiating or not any(leaf.requires_grad for leaf in outputs):
                 return
             check_whole(layer.name, module)
+            if opens(module):
+                called_with(*args, **kwargs)  # refuses what it cannot serve
             count = len(outputs)  # the hook must not hold on to the outputs, which hold on to it
             # What comes from outside may be a buffer that is filled again before the pass, or the pair, is complete.
             copies: dict[int, Tensor] = {}
