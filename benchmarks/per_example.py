@@ -298,7 +298,8 @@ def main() -> None:
         "left out. Every example is a worker. Peak memory above what there was before the model was made, numba "
         "loaded: of a process, or of the GPU.\n\n" + report.table(header, rows)
     )
-    report.write("per_example", "Gradients of single examples", body)
+    some = "" if options.models == MODELS else "_" + "_".join(options.models)
+    report.write(f"per_example{some}", "Gradients of single examples", body)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import platform
@@ -70,13 +71,15 @@ def hardware() -> str:
     return f"{model}, {os.cpu_count()} cores"
 
 
-def write(name: str, title: str, body: str) -> Path:
+def write(name: str, title: str, body: str, data: str = "Random data") -> Path:
     """Write a report under `benchmarks/results/` and print it."""
     module = Path(sys.argv[0]).resolve().relative_to(Path.cwd()).with_suffix("").as_posix().replace("/", ".")
+    # Where data lie is nobody else's business.
+    arguments = ["DIR" if before == "--data" else this for before, this in itertools.pairwise(sys.argv)]
     how = (
-        f"Command: `{' '.join(['python -m', module, *sys.argv[1:]])}`. {hardware()}, {torch.get_num_threads()} used. "
+        f"Command: `{' '.join(['python -m', module, *arguments])}`. {hardware()}, {torch.get_num_threads()} used. "
         f"cdgrab {cdgrab.__version__}, torch {torch.__version__}, numpy {np.__version__}, "
-        f"Python {platform.python_version()}. {date.today().isoformat()}. Seed 0. Random data."
+        f"Python {platform.python_version()}. {date.today().isoformat()}. Seed 0. {data}."
     )
     text = f"# {title}\n\n{how}\n\n{body}\n"
     kind = "gpu" if torch.cuda.is_available() else "cpu"

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks import exchange, ranks, report, scaling, step
+from benchmarks import exchange, pace, ranks, report, scaling, step
 from benchmarks.sorter import blocked, loop, new_sorter
 
 from _inputs import randn
+from cdgrab.paper.choices import Choices
+from cdgrab.paper.tasks import find_task
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -37,6 +39,12 @@ def test_steps_are_measured() -> None:
     assert (name, count) == ("mlp", 1_863_690)
     assert all(len(times) == 1 and times[0] > 0 for times in seconds.values())
     assert own > 0
+
+
+def test_paces_are_measured() -> None:
+    seconds = pace.measure("digits", find_task("digits").load(Path(), "softmax", 0), Choices(), 2, "cpu")
+    assert list(seconds) == ["rr", "cd-grab"]
+    assert all(len(times) == 2 and min(times) > 0 for times in seconds.values())
 
 
 def test_a_failing_rank_is_an_error() -> None:

@@ -29,7 +29,7 @@ def attends(module: nn.Module) -> bool:
 
 
 def run_again(module: Any, args: Any, kwargs: Any, grad_MLE: Tensor, num: int) -> dict[str, Record] | None:
-    """Records of the parameters for `num` examples, each of equally many sequences; None if there is no other way.
+    """Records of the parameters for `num` examples, each of equally many sequences. None for single sequences.
 
     Args:
         module: A MultiheadAttention.
@@ -51,7 +51,7 @@ def run_again(module: Any, args: Any, kwargs: Any, grad_MLE: Tensor, num: int) -
         found_MhLd = scaled_dot_product_attention(q, k, v, _mask(call, module.num_heads, dtype))
         mixed_MLE = found_MhLd.transpose(1, 2).flatten(2)
         outwards: Any = module.out_proj
-        grads = torch.autograd.grad(mixed_MLE, projected, grad_MLE @ outwards.weight.to(dtype))
+        grads = torch.autograd.grad(mixed_MLE, projected, grad_MLE @ outwards.weight.detach().to(dtype))
     with torch.no_grad():
         b = [by_example(grad, num) for grad in grads]
         a = [by_example(x, num) for x in wide]

@@ -137,8 +137,8 @@ def differentiated(
         return run_recurrent_again(module, again_args, again_kwargs, wide, num, kept)
     if isinstance(module, nn.RNNBase) and (len(args) > 1 or kwargs):
         raise ValueError(
-            f"{type(module).__name__} has projections and is called with a state, which is not laid out example by "
-            "example; let it begin with none, or freeze it"
+            f"{type(module).__name__} with projections, or with weights made of others, is called with a state, which "
+            "is not laid out example by example; let it begin with none, or freeze it"
         )
     params = {name: widened(p) for name, p in module.named_parameters() if p.requires_grad}
     others = {name: widened(p) for name, p in module.named_parameters() if not p.requires_grad}

@@ -68,13 +68,15 @@ def _matrix_cost(q: int, p: int, positions: int, batch: int) -> Cost:
 
 def _cost_of_parts(module: nn.Module, positions: int, batch: int) -> Cost:
     """Of a module with several matrices, which runs once more for the gradients of their outputs."""
-    sizes = [parameter.shape for parameter in module.parameters() if parameter.ndim == 2 and parameter.requires_grad]
-    parts = [(q * p, _matrix_cost(q, p, positions, batch)) for q, p in sizes]
+    matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
+    sizes = [parameter.shape for parameter in matrices]
+    trained = [parameter.shape for parameter in matrices if parameter.requires_grad]
+    parts = [(q * p, _matrix_cost(q, p, positions, batch)) for q, p in trained]
     again = sum(4 * q * p for q, p in sizes)  # forward, and back to the inputs
-    if opens(module) and is_lengthened(module, next(module.parameters())):
+    plain = again + sum(2 * numel for numel, _ in parts)
+    if opens(module) and is_lengthened(module, matrices[0]):
         # There are as many inputs more as it has gates, and two weights for each set of gates.
         again += sum(2 * q * q for q, _ in sizes)
-    plain = sum(6 * numel for numel, _ in parts)
     of_weights = sum(6 * numel * found.extra for numel, found in parts)
     kept = sum(found.kept for _, found in parts)
     return Cost("run once more; then like linear layers", kept, (again + of_weights) / plain)

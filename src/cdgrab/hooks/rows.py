@@ -185,9 +185,9 @@ class ExampleRows:
         self._parts = parts
         self._names = {id(parameter): name for name, parameter in trainable.items()}
         self._kept: dict[nn.Module, Opened] = {}
-        device = next(iter(trainable.values())).device
-        self._device = device
-        self._streams = [torch.cuda.Stream(device) for _ in range(_STREAMS if device.type == "cuda" else 0)]
+        self._device = next(iter(trainable.values())).device
+        count = _STREAMS if self._device.type == "cuda" else 0
+        self._streams = [torch.cuda.Stream(self._device) for _ in range(count)]
         self._uses: list[_Use] | None = None  # while a forward pass is watched
         self._stand_ins: dict[nn.Module, _StandIn] = {}  # for the forward pass of recurrent layers
         for layer in find_layers(model):

@@ -137,7 +137,20 @@ def test_projections_of_one_input_are_one_matrix() -> None:
 
 def test_the_plan() -> None:
     ordering = Ordering(8, batch_size=2, unit_size=1)
-    net = nn.Sequential(nn.MultiheadAttention(8, 2, batch_first=True))
-    assert "run once more" in ordering.explain(net)
-    net = nn.Sequential(nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True))
-    assert "once more for every example" in ordering.explain(net)
+    line = ordering.explain(nn.Sequential(nn.MultiheadAttention(8, 2, batch_first=True))).splitlines()[1]
+    # With one position, factors of 24 + 8 and 8 + 8 numbers; it runs forward and back, of three passes.
+    assert line.split()[:5] == ["0", "MultiheadAttention", "288", "?", "48"]
+    of_weights = (4 * 2**2 * (32 + 16) + 4 * 2 * (192 + 64)) / (6 * 2 * (192 + 64))
+    assert line.split()[5] == f"{4 / 6 + of_weights:.2f}x"
+    assert "run once more" in line
+    own_keys = nn.Sequential(nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True))
+    assert "once more for every example" in ordering.explain(own_keys)
+
+
+def test_a_plan_for_biases_alone() -> None:
+    net = nn.Sequential(nn.MultiheadAttention(8, 2, batch_first=True), nn.LSTM(3, 4, batch_first=True))
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("bias" in name)
+    plan = Ordering(8, batch_size=2, unit_size=1).explain(net).splitlines()
+    assert plan[1].split()[4:6] == ["0", "1.00x"]
+    assert plan[2].split()[4] == "0"
