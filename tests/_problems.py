@@ -61,12 +61,13 @@ def closed(num: int) -> Problem:
 def late(num: int) -> Problem:
     """The same with rows for many steps at once."""
 
-    def gradient(model: Logistic, x: Tensor, y: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def gradient(model: Logistic, x: Tensor, y: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         with torch.no_grad():
-            slopes = torch.sigmoid(model(x)) - y
-            return (x * slopes[:, None]).mean(0), (slopes,)
+            torch.sub(torch.sigmoid(model(x)), y, out=kept[0])
+            return (x * kept[0][:, None]).mean(0)
 
-    return replace(closed(num), late=LateRows(gradient, lambda kept, x, y: x * kept[0][..., None]))
+    rows = LateRows(gradient, lambda units: ((units,),), lambda kept, x, y: x * kept[0][..., None])
+    return replace(closed(num), late=rows)
 
 
 def layers(num: int) -> Problem:

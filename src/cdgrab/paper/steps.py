@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from cdgrab import Ordering
 from cdgrab.hooks.rows import ExampleRows
-from cdgrab.paper.tasks.base import Problem
+from cdgrab.paper.tasks.base import LateRows, Problem
 
-_MOST_STEPS = 64
-_MOST_BYTES = {"cpu": 1 << 23, "cuda": 1 << 32}  # of rows that are collected; on a GPU there are two such blocks
+# Of rows that are collected, beyond which nothing is gained; on a GPU there are two such blocks.
+_MOST_STEPS = {"cpu": 512, "cuda": 64}
+_MOST_BYTES = {"cpu": 1 << 25, "cuda": 1 << 32}
 
 Batch = tuple[Tensor, ...]
 
@@ -90,38 +91,51 @@ class LateCollector:
 
     Args:
         ordering: Observes them.
-        rows: Makes them.
+        late: Makes them.
         batch: Units in a step; the last one of an epoch may have fewer.
+        steps: As many as are collected at most.
+        like_D: A row.
     """
 
-    def __init__(self, ordering: Ordering, rows: Callable[..., Tensor], batch: int) -> None:
-        self._ordering, self._rows, self._batch = ordering, rows, batch
-        self._kept: list[Batch] = []
+    def __init__(self, ordering: Ordering, late: LateRows, batch: int, steps: int, like_D: Tensor) -> None:
+        self._ordering, self._late, self._batch, self._like_D = ordering, late, batch, like_D
+        self._kept = self._room(steps, batch)
+        self._places = list(zip(*(part.unbind() for part in self._kept), strict=True))
+        self._waiting = 0
+        self._short: Batch | None = None
 
-    def keep(self, kept: Batch) -> None:
-        """Take the next step."""
-        self._kept.append(kept)
+    def places(self, num: int) -> Batch:
+        """Where the next step, of `num` units, is to write what it keeps."""
+        if num != self._batch:
+            self._short = self._room(1, num)
+            return tuple(part[0] for part in self._short)
+        self._waiting += 1
+        return self._places[self._waiting - 1]
 
     def flush(self, parts_m: Batch) -> None:
         """Hand over what has been kept; `parts_m` are the batches of these steps, one after the other."""
-        kept, self._kept = self._kept, []
-        whole = len(parts_m[0]) // self._batch
-        units = whole * self._batch
-        self._observe(kept[:whole], tuple(part[:units] for part in parts_m))
-        self._observe(kept[whole:], tuple(part[units:] for part in parts_m))
+        waiting, self._waiting = self._waiting, 0
+        short, self._short = self._short, None
+        units = waiting * self._batch
+        if waiting:
+            self._observe(tuple(part[:waiting] for part in self._kept), tuple(part[:units] for part in parts_m))
+        if short is not None:
+            self._observe(short, tuple(part[units:] for part in parts_m))
 
-    def _observe(self, kept: list[Batch], parts_m: Batch) -> None:
+    def _observe(self, kept: Batch, parts_m: Batch) -> None:
         """Steps with equally many units."""
-        if kept:
-            steps = tuple(torch.stack(parts) for parts in zip(*kept, strict=True))
-            batches = (part.unflatten(0, (len(kept), -1)) for part in parts_m)
-            self._ordering.observe(self._rows(steps, *batches))
+        batches = (part.unflatten(0, (len(kept[0]), -1)) for part in parts_m)
+        self._ordering.observe(self._late.rows(kept, *batches))
+
+    def _room(self, steps: int, units: int) -> Batch:
+        return tuple(self._like_D.new_empty(steps, *size) for size in self._late.sizes(units))
 
 
 def block_steps(num: int, like_D: Tensor) -> int:
     """How many steps of `num` rows are collected."""
-    most = _MOST_BYTES[like_D.device.type] // max(1, num * like_D.nbytes)
-    return max(2, min(_MOST_STEPS, most) // 2 * 2)
+    kind = like_D.device.type
+    most = _MOST_BYTES[kind] // max(1, num * like_D.nbytes)
+    return max(2, min(_MOST_STEPS[kind], most) // 2 * 2)
 
 
 class EagerSteps:
@@ -161,21 +175,24 @@ class EagerSteps:
             self._rows = ExampleRows(problem.model, problem.examples)
         # Batches of several steps are fetched at once.
         of_step = batch * sum(part[:1].nbytes for part in problem.train)
-        self._fetched = max(1, min(_MOST_STEPS, _MOST_BYTES["cpu"] // of_step))
+        self._fetched = max(1, min(_MOST_STEPS["cpu"], _MOST_BYTES["cpu"] // of_step))
         self._late = problem.late if balanced else None
+        self._compiles = balanced and problem.gradient is not None  # may do so, when it writes its first rows
         if self._gradient != self._by_backward:
             self._flat_D = flat_gradients(self._parameters)
             self._collector = Collector(ordering, batch, self._flat_D)
         if self._late is not None:
-            self._late_collector = LateCollector(ordering, self._late.rows, batch)
             self._fetched = min(self._fetched, block_steps(batch, self._flat_D))  # their rows are made together
+            self._late_collector = LateCollector(ordering, self._late, batch, self._fetched, self._flat_D)
 
     @property
     def seconds_sorter(self) -> None:
         return None
 
     def prepare(self, index_M: Tensor) -> None:
-        pass
+        if self._compiles:
+            self._problem.rows(*(part.index_select(0, index_M[:1]) for part in self._problem.train))
+            self._compiles = False
 
     def forget(self) -> None:
         pass
@@ -202,9 +219,8 @@ class EagerSteps:
     def _in_closed_form(self, batch: Batch) -> None:
         assert self._problem.gradient is not None
         if self._late is not None:
-            found_D, kept = self._late.gradient(self._problem.model, *batch)
-            self._flat_D.copy_(found_D)
-            self._late_collector.keep(kept)
+            places = self._late_collector.places(len(batch[0]))
+            self._flat_D.copy_(self._late.gradient(self._problem.model, *batch, kept=places))
         else:
             place_ND = self._collector.place(len(batch[0])) if self._balanced else None
             self._flat_D.copy_(self._problem.gradient(self._problem.model, *batch, rows=place_ND))

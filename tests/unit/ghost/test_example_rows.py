@@ -23,9 +23,12 @@ def test_rows(name: str, dtype: torch.dtype) -> None:
     model, x, y = build(name, 6, dtype)
     expected = one_by_one(model, x, y)
     rows_of = ExampleRows(model)
+    near: Any = {"rtol": 1e-4 if dtype == torch.float32 else 1e-10, "atol": 1e-6}
     for _ in range(2):  # nothing is left from one batch to the next
-        found = rows_of(lambda: F.cross_entropy(model(x), y), 6)
-        torch.testing.assert_close(6 * found, expected, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-6)
+        sums = torch.full_like(expected[0], torch.nan)
+        found = rows_of(lambda: F.cross_entropy(model(x), y), 6, sums_D=sums)
+        torch.testing.assert_close(6 * found, expected, **near)
+        torch.testing.assert_close(6 * sums, expected.sum(0), **near)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -44,6 +47,34 @@ def test_a_layer_without_a_gradient_gets_none() -> None:
     assert found.shape == (4, 24)
     assert bool(found[:, :8].any(1).all())
     assert not found[:, 8:].any()
+
+
+class Tied(nn.Module):
+    """A table that is looked up, is also a linear layer, and is looked up once more."""
+
+    def __init__(self, words: int, answers: bool) -> None:
+        super().__init__()
+        self.table, self.head, self.out = nn.Embedding(words, 4), nn.Linear(4, words, bias=False), nn.Linear(4, 3)
+        self.head.weight = self.table.weight
+        self.answers = answers
+
+    def forward(self, index: Tensor) -> Tensor:
+        scores = self.head(self.table(index))
+        again = self.table(scores.argmax(-1) if self.answers else index)
+        return self.out(again.sum(1) + (scores[:, :, :4].tanh().sum(1) if self.answers else 0.0))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize("words", [5, 60])
+def test_sums_of_a_table_with_several_uses(words: int, answers: bool) -> None:
+    """Before and after the linear layer, which may have no part in the loss."""
+    torch.manual_seed(2)
+    model = Tied(words, answers).double()
+    x, y = torch.randint(words, (6, 3)), torch.arange(6) % 3
+    expected, sums = one_by_one(model, x, y), torch.full((4 * words + 15,), torch.nan, dtype=torch.float64)
+    found = ExampleRows(model)(lambda: F.cross_entropy(model(x), y), 6, sums_D=sums)
+    torch.testing.assert_close(6 * found, expected)
+    torch.testing.assert_close(6 * sums, expected.sum(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

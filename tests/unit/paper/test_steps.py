@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,7 +136,7 @@ class Listener:
         self.heard += rows.clone().unbind()
 
 
-SIZES = [4] * 150 + [3] + [4] * 3  # more than are collected, then a short batch, then the next epoch
+SIZES = [4] * 1100 + [3] + [4] * 3  # more than are collected, then a short batch, then the next epoch
 
 
 def test_rows_are_handed_over_in_their_order_and_all_of_them() -> None:
@@ -152,11 +153,12 @@ def test_rows_are_handed_over_in_their_order_and_all_of_them() -> None:
 @pytest.mark.parametrize("sizes", [[4] * 64, [4] * 5 + [3], [4], [2]])
 def test_late_rows_are_handed_over_in_their_order_and_all_of_them(sizes: list[int]) -> None:
     listener = Listener()
-    collector = LateCollector(listener, lambda kept, x: x * kept[0][:, None, None], 4)  # type: ignore[arg-type]
+    late: Any = SimpleNamespace(sizes=lambda units: ((units,),), rows=lambda kept, x: x * kept[0][:, :, None])
+    collector = LateCollector(listener, late, 4, 64, torch.zeros(5))  # type: ignore[arg-type]
     for start in (0.0, 100.0):  # nothing is left from one block of steps to the next
         x = torch.arange(sum(sizes) * 5.0).view(-1, 5)
-        for number in range(len(sizes)):
-            collector.keep((torch.tensor(start + number),))
+        for number, size in enumerate(sizes):
+            collector.places(size)[0].fill_(start + number)
         collector.flush((x,))
         expected = [(start + number) * part for number, part in enumerate(x.split(sizes))]
         assert all(torch.equal(*both) for both in zip(listener.heard, expected, strict=True))

@@ -15,6 +15,7 @@ import _data
 import cdgrab
 from _asserts import assert_permutation
 from _data import dim, make, needs_transformers
+from cdgrab.balance import compiled
 from cdgrab.hooks.rows import ExampleRows
 from cdgrab.paper.catalogue import CATALOGUE, DataError
 from cdgrab.paper.tasks import TASKS, find_task
@@ -67,8 +68,14 @@ def test_every_task_trains_on_data_in_the_public_format(name: str, variant: str,
     assert problem.evaluate(problem.model) != before
 
 
+@pytest.mark.parametrize("with_numba", [True, False])
 @pytest.mark.parametrize(("name", "variant"), WITH_ROWS)
-def test_gradients_in_closed_form_equal_automatic_differentiation(name: str, variant: str, tmp_path: Path) -> None:
+def test_gradients_in_closed_form_equal_automatic_differentiation(
+    name: str, variant: str, with_numba: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if with_numba and not compiled.available():
+        pytest.skip("numba is not installed")
+    monkeypatch.setattr(compiled, "available", lambda: with_numba)
     problem = make(name, tmp_path, variant)
     problem.model.double()
     batch = tuple(part[:6].double() if part.is_floating_point() else part[:6] for part in problem.train)
@@ -95,9 +102,9 @@ def test_rows_made_late_are_those_made_at_once(name: str, tmp_path: Path) -> Non
     for start in (0, 2, 4):  # weights change between steps
         batch = tuple(part[start : start + 2] for part in problem.train)
         at_once.append(problem.rows(*batch))
-        found, now = problem.late.gradient(problem.model, *batch)
+        kept.append(tuple(problem.train[0].new_empty(size) for size in problem.late.sizes(2)))
+        found = problem.late.gradient(problem.model, *batch, kept=kept[-1])
         assert torch.equal(found, problem.gradient(problem.model, *batch))
-        kept.append(now)
         batches.append(batch)
         parameter = next(problem.model.parameters())
         parameter.grad = found.view_as(parameter)

@@ -36,13 +36,15 @@ class LateRows:
     Where a step takes some microseconds, writing its own rows would be a good part of it.
 
     Attributes:
-        gradient: `gradient(model, *batch)`: the same numbers as those of `Problem.gradient`, and a tuple of tensors to
-            be kept, which no later step changes.
+        gradient: `gradient(model, *batch, kept=places)`: the same numbers as those of `Problem.gradient`; what is kept
+            is written into the places.
+        sizes: `sizes(units)`: the shapes of these places.
         rows: `rows(kept, *batch)`: gradients of units, `steps x units x dim`, the same numbers as those of
             `Problem.gradient`. Whatever was kept, and the batches, have the steps as their first dimension.
     """
 
-    gradient: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    gradient: Callable[..., Tensor]
+    sizes: Callable[[int], tuple[tuple[int, ...], ...]]
     rows: Callable[..., Tensor]
 
 

@@ -88,26 +88,32 @@ def logistic_regression(
         found = F.binary_cross_entropy_with_logits(model(x)[:, 0], y)
         return found + l2 / 2 * next(model.parameters()).square().sum() if l2 else found
 
-    def slopes(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weight = next(model.parameters()).detach()[0]
-        slope = torch.sigmoid(torch.mv(x, weight)).sub_(y)
-        found = torch.mv(x.T, slope).div_(len(x))
-        return found.add_(weight, alpha=l2) if l2 else found, slope, weight
-
     def scaled(kept: tuple[Tensor, ...], x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:  # noqa: ARG001
         if not l2:
             return torch.mul(x, kept[0][..., None], out=out)
         return torch.addcmul(kept[1][..., None, :] * l2, x, kept[0][..., None], out=out)
 
-    def gradient(model: nn.Module, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Tensor:
-        found, slope, weight = slopes(model, x, y)
+    def gradient(
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        rows: Tensor | None = None,
+        kept: tuple[Tensor, ...] = (),
+    ) -> Tensor:
+        weight = next(model.parameters()).detach()[0]
+        predicted = torch.sigmoid(torch.mv(x, weight))
+        slope = torch.sub(predicted, y, out=kept[0] if kept else predicted)
+        found = torch.mv(x.T, slope).div_(len(x))
+        if l2:
+            found.add_(weight, alpha=l2)
+        if l2 and kept:
+            kept[1].copy_(weight)
         if rows is not None:
             scaled((slope, weight), x, y, out=rows)
         return found
 
-    def late_gradient(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        found, slope, weight = slopes(model, x, y)
-        return found, (slope, weight.clone()) if l2 else (slope,)
+    def sizes(units: int) -> tuple[tuple[int, ...], ...]:
+        return ((units,), (x.shape[1],)) if l2 else ((units,),)
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         with torch.no_grad():
@@ -128,7 +134,7 @@ def logistic_regression(
         data=data,
         labels=y.long(),
         gradient=gradient,
-        late=LateRows(late_gradient, scaled),
+        late=LateRows(gradient, sizes, scaled),
         minimum=lambda: smallest_logistic_loss(x, y, l2),
     )
 
