@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-VERSION = 1
+VERSION = 2
 
 
 def pack(payload: dict[str, Any]) -> bytes:

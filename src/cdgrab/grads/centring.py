@@ -88,12 +88,13 @@ class PairDifferences:
     def state_dict(self) -> dict[str, Any]:
         # Only rows that wait for a partner are state; the others are left over from earlier pairs.
         waiting_W = torch.tensor(self._holding)
-        held_WD = torch.where(waiting_W[:, None].to(self._held_WD.device), self._held_WD, 0.0)
-        return {"held": held_WD, "holding": waiting_W}
+        return {"held": self._held_WD[waiting_W.to(self._held_WD.device)], "holding": waiting_W}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._held_WD = state["held"].clone()
-        self._holding = state["holding"].tolist()
+        held_hD, waiting_W = state["held"], state["holding"]
+        self._held_WD = held_hD.new_zeros(len(waiting_W), held_hD.shape[1])
+        self._held_WD[waiting_W.to(held_hD.device)] = held_hD
+        self._holding = waiting_W.tolist()
 
     def _make_room(self, rows: Tensor) -> None:
         if self._held_WD.shape[1] != rows.shape[-1]:
