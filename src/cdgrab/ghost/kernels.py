@@ -16,8 +16,11 @@ from torch import Tensor
 _COLUMNS = 128
 
 
-def add_lookups(index_NT: Tensor, b_NTq: Tensor, place_ND: Tensor) -> None:
-    """Add `b_NTq[n, t]` to entry `index_NT[n, t]` of the table that row `n` of `place_ND` is."""
+def add_lookups(index_NT: Tensor, b_NTq: Tensor, place_ND: Tensor, strides: tuple[int, int]) -> None:
+    """Add `b_NTq[n, t]` to entry `index_NT[n, t]` of the table that row `n` of `place_ND` is.
+
+    `strides` are those of the table.
+    """
     num, positions, width = b_NTq.shape
     _add_lookups[(num * positions, triton.cdiv(width, _COLUMNS))](
         index_NT.contiguous(),
@@ -26,6 +29,7 @@ def add_lookups(index_NT: Tensor, b_NTq: Tensor, place_ND: Tensor) -> None:
         positions,
         width,
         place_ND.stride(0),
+        *strides,
         POSITIONS=triton.next_power_of_2(positions),
         COLUMNS=_COLUMNS,
         num_warps=1,
@@ -33,7 +37,18 @@ def add_lookups(index_NT: Tensor, b_NTq: Tensor, place_ND: Tensor) -> None:
 
 
 @triton.jit
-def _add_lookups(index, b, place, positions, width, row_stride, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
+def _add_lookups(
+    index,
+    b,
+    place,
+    positions,
+    width,
+    row_stride,
+    entry_stride,
+    column_stride,
+    POSITIONS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """The program of an entry's first position adds all of them; the others have nothing to do."""
     program = tl.program_id(0).to(tl.int64)
     example, position = program // positions, program % positions
@@ -45,7 +60,7 @@ def _add_lookups(index, b, place, positions, width, row_stride, POSITIONS: tl.co
     if tl.sum(earlier.to(tl.int32)) == 0:
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < width
-        there = place + example * row_stride + token * width + column
+        there = place + example * row_stride + token * entry_stride + column.to(tl.int64) * column_stride
         total = tl.load(there, mask=inside, other=0.0)
         for s in range(position, positions):
             if tl.load(index + s) == token:

@@ -27,6 +27,7 @@ from cdgrab.balance.tables import table, takes_triton
 
 MOST_NUMBERS = 1 << 24  # of rows that are formed at a time, on their way to inner products
 MOST_NUMBERS_ON_GPU = 1 << 26
+_LONG_ROW = 1 << 18  # numbers that are filled no faster together with others
 _MOST_POSITIONS = 2048  # of a lookup: the kernel compares all of them with each other
 
 Self = TypeVar("Self", bound="Record")
@@ -251,19 +252,27 @@ class Lookup:
     def compact(self) -> Lookup:
         return self
 
-    def add_rows(self, place_ND: Tensor) -> None:
-        """Add to rows that are columns of a larger tensor."""
+    def add_rows(self, place_ND: Tensor, *, turned: bool = False) -> None:
+        """Add to rows that are columns of a larger tensor; `turned`, as in `write_rows`."""
+        q = self.b_NTq.shape[2]
+        strides = (1, self.num_rows) if turned else (q, 1)
         if self.b_NTq.shape[1] <= _MOST_POSITIONS and takes_triton(self.b_NTq, place_ND):
             from cdgrab.ghost import kernels
 
-            kernels.add_lookups(self.index_NT, self.b_NTq, place_ND)
+            kernels.add_lookups(self.index_NT, self.b_NTq, place_ND, strides)
             return
-        num, q, row = len(place_ND), self.b_NTq.shape[2], place_ND.stride(0)
+        num, row = len(place_ND), place_ND.stride(0)
         # Number by number from its beginning to its end: what lies between rows is not touched.
         flat = place_ND.as_strided(((num - 1) * row + place_ND.shape[1],), (1,))
-        first_NT = torch.arange(num, device=flat.device)[:, None] * row + self.index_NT * q
-        index_NTq = first_NT[:, :, None] + torch.arange(q, device=flat.device)
+        first_NT = torch.arange(num, device=flat.device)[:, None] * row + self.index_NT * strides[0]
+        index_NTq = first_NT[:, :, None] + torch.arange(q, device=flat.device) * strides[1]
         flat.index_add_(0, index_NTq.flatten(), self.b_NTq.flatten())
+
+    def total(self) -> Tensor:
+        """The sum over examples, `num_rows x q`, as the layer itself would find it."""
+        b_Mq, index_M = self.b_NTq.flatten(0, 1), self.index_NT.flatten()
+        found: Tensor = torch.ops.aten.embedding_dense_backward(b_Mq, index_M, self.num_rows, -1, False)
+        return found
 
     def as_matrix(self) -> Matrix:
         """For a table that is also the weight of a linear layer, whose output it then is."""
@@ -366,28 +375,32 @@ def written_out(records: dict[str, Record], shapes: dict[str, torch.Size]) -> Te
     )
 
 
-def write_rows(parts: list[Record], place_ND: Tensor, *, written: bool = False) -> None:
+def write_rows(parts: list[Record], place_ND: Tensor, *, written: bool = False, turned: bool = False) -> None:
     """The sum of `parts` as rows, into columns of a larger tensor; of none, zero. Added to what is `written` there.
 
-    `written_out` for a GPU: products go where they belong, and nothing is joined or formed to be copied.
+    `written_out` for a GPU: products go where they belong, and nothing is joined or formed to be copied. Of a matrix
+    that is `turned`, which is a parameter of linear layers and lookups only, the transpose is written.
     """
     # Whatever is not a lookup writes all of the place, which then need not be zero before.
     for record in sorted(parts, key=lambda record: isinstance(record, Lookup)):
         if isinstance(record, Matrix):
-            place_Nqp = place_ND.unflatten(1, (record.b_NTq.shape[2], -1))
-            place_Nqp.baddbmm_(record.b_NTq.mT, record.a_NTp, beta=int(written))
+            first, second = (record.a_NTp, record.b_NTq) if turned else (record.b_NTq, record.a_NTp)
+            place_ND.unflatten(1, (first.shape[2], -1)).baddbmm_(first.mT, second, beta=int(written))
         elif not isinstance(record, Lookup):
             place_ND.copy_(place_ND + record.rows() if written else record.rows())
         else:
             if not written:
                 _clear(place_ND)
-            record.add_rows(place_ND)
+            record.add_rows(place_ND, turned=turned)
         written = True
     if not written:
         _clear(place_ND)
 
 
 def _clear(place_ND: Tensor) -> None:
+    if place_ND.shape[1] < _LONG_ROW:
+        place_ND.zero_()
+        return
     for row_D in place_ND:  # each lies in one piece, which is filled twice as fast
         row_D.zero_()
 

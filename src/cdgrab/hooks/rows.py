@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cdgrab.ghost.layers import Records, differentiated, handler_of, widened
+from cdgrab.ghost.layers import Records, differentiated, embedding, handler_of, linear, widened
 from cdgrab.ghost.plan import Layer, changed_in_place, check_count, check_sums, check_whole, find_layers
-from cdgrab.ghost.records import Record, write_rows
+from cdgrab.ghost.records import Lookup, Record, write_rows
 from cdgrab.ghost.recurrent import Opened, Tap, called_with, opens, records_of
 
 _STREAMS = 4
+_TALL = 16  # times as many outputs as inputs
+_LONG = 1 << 27  # numbers of a parameter's rows that take longer to read than lookups to be added up
 
 
 @dataclass(eq=False)
@@ -48,6 +50,11 @@ class _Use:
 
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)] + self.outputs
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether it gives lookups, whose sum over examples is found without their rows."""
+        return handler_of(self.layer.module) is embedding
 
     def is_complete(self) -> bool:
         """Whether no gradient is still to come."""
@@ -82,7 +89,8 @@ class _Writing:
     Args:
         uses: Of the layers, in the forward pass.
         places: Columns of the rows, by parameter.
-        sums: Where a parameter's rows are added up.
+        sums: Where a parameter's rows are added up, in its shape.
+        turned: Parameters that are transposed in rows.
         num: Of examples.
         parts: Of an example.
         kept: For layers that run once more.
@@ -94,18 +102,26 @@ class _Writing:
         uses: list[_Use],
         places: dict[str, Tensor],
         sums: dict[str, Tensor],
+        turned: set[str],
         *,
         num: int,
         parts: int,
         kept: dict[nn.Module, Opened],
         streams: list[torch.cuda.Stream],
     ) -> None:
-        self._uses, self._places, self._sums = uses, places, sums
+        self._uses, self._places, self._sums, self._turned = uses, places, sums, turned
         self._num, self._parts, self._kept = num, parts, kept
         self._streams = cycle(streams) if streams else None
         self._taken_streams: set[torch.cuda.Stream] = set()
-        self._latest: dict[str, torch.cuda.Stream | None] = {}  # where a parameter was written last
+        self._latest: dict[str, torch.cuda.Stream | None] = {}  # where a parameter was dealt with last
+        self._written: set[str] = set()
         self._to_come = Counter(name for use in uses for name in use.names.values())
+        self._before_sum: dict[str, set[tuple[_Use, str]]] = {}
+        for name in self._to_come:
+            uses_of_it = {(use, key) for use in uses for key, other in use.names.items() if other == name}
+            others = {(use, key) for use, key in uses_of_it if not use.looks_up}
+            early = others and self._places[name].numel() >= _LONG
+            self._before_sum[name] = others if early else uses_of_it
         self._taken: set[_Use] = set()
         # What is made on one stream and read on another must stay until all of them have been waited for.
         self._records: list[Records] = []
@@ -141,7 +157,9 @@ class _Writing:
             for number, (key, name) in enumerate(use.names.items()):
                 other = self._beside(stream) if number else stream
                 with _on(other):
-                    self._write(name, [records[key]] if key in records else [], other)
+                    found = [records[key]] if key in records else []
+                    self._write(name, found, other)
+                    self._add_up(use, key, found)
 
     def _beside(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
         """The next stream, which goes on from this one, or from that of the pass."""
@@ -157,17 +175,42 @@ class _Writing:
         before = self._latest.get(name, stream)
         if stream is not None and before is not None and before is not stream:
             stream.wait_stream(before)
+        self._latest[name] = stream
         self._to_come[name] -= 1
-        last = self._to_come[name] == 0
-        if found or (last and name not in self._latest):
-            write_rows(found, self._places[name], written=name in self._latest)
-            self._latest[name] = stream
-        if last:
-            torch.sum(self._places[name], 0, out=self._sums[name])
+        if found or (self._to_come[name] == 0 and name not in self._written):
+            write_rows(found, self._places[name], written=name in self._written, turned=name in self._turned)
+            self._written.add(name)
+
+    def _add_up(self, use: _Use, key: str, found: list[Record]) -> None:
+        """Read the sum from rows once all but lookups are in them; add lookups that come later.
+
+        A table that is also the last layer of a model has most of its gradient early: its rows, which take long to
+        read, are read while the backward pass goes on. Its lookups come at the end.
+        """
+        name = use.names[key]
+        place_ND, total, before = self._places[name], self._sums[name], self._before_sum[name]
+        if not before:
+            for record in found:
+                assert isinstance(record, Lookup)
+                total.add_(record.total())
+            return
+        before.discard((use, key))
+        if before:
+            return
+        if name not in self._written:
+            total.zero_()  # and lookups may come
+        elif name in self._turned:
+            total.T.copy_(torch.sum(place_ND, 0).view_as(total.T))
+        else:
+            torch.sum(place_ND, 0, out=total.view(-1))
 
 
 class ExampleRows:
     """Finds the rows of a batch, and its gradient.
+
+    A row has the gradients of all parameters one after the other. Of some it has the transpose (`turned`): those of
+    linear layers with many more outputs than inputs, as the last of a language model, because cuBLAS writes it faster.
+    To inner products it makes no difference.
 
     Args:
         model: Whose layers treat examples one by one, and have them along the first dimension. The first batch runs
@@ -190,7 +233,9 @@ class ExampleRows:
         self._streams = [torch.cuda.Stream(self._device) for _ in range(count)]
         self._uses: list[_Use] | None = None  # while a forward pass is watched
         self._stand_ins: dict[nn.Module, _StandIn] = {}  # for the forward pass of recurrent layers
-        for layer in find_layers(model):
+        layers = find_layers(model)
+        self.turned = _turned(self._parameters, layers)
+        for layer in layers:
             if parts > 1 and isinstance(layer.module, (nn.Conv1d, nn.Conv2d, nn.GroupNorm)):
                 raise ValueError(
                     f"layer {layer.name!r} ({type(layer.module).__name__}) takes examples apart one by one; it cannot "
@@ -217,14 +262,15 @@ class ExampleRows:
             place_ND = torch.empty(num, sum(self._sizes), dtype=self._dtype, device=value.device)
         if sums_D is None:
             sums_D = torch.empty_like(place_ND[0])
-        places, sums = (
-            dict(zip(self._parameters, parts, strict=True))
-            for parts in (place_ND.split(self._sizes, 1), sums_D.split(self._sizes))
-        )
+        places = dict(zip(self._parameters, place_ND.split(self._sizes, 1), strict=True))
+        named = zip(self._parameters.items(), sums_D.split(self._sizes), strict=True)
+        sums = {name: part.view(parameter.shape) for (name, parameter), part in named}
         for name in self._parameters.keys() - {name for use in uses for name in use.names.values()}:
             places[name].zero_()
             sums[name].zero_()
-        writing = _Writing(uses, places, sums, num=num, parts=self._parts, kept=self._kept, streams=self._streams)
+        writing = _Writing(
+            uses, places, sums, self.turned, num=num, parts=self._parts, kept=self._kept, streams=self._streams
+        )
         handles = writing.watch()
         try:
             outputs = [output for use in uses for output in use.outputs if output.requires_grad]
@@ -234,7 +280,7 @@ class ExampleRows:
                 handle.remove()
         writing.finish()
         if expected is not None:
-            check_sums({name: sums[name].view_as(grad) for name, grad in expected.items()}, expected)
+            check_sums({name: sums[name] for name in expected}, expected)
             self._checked = True
         return place_ND
 
@@ -277,6 +323,20 @@ class ExampleRows:
                 self._uses.append(_Use(layer, names, args, kwargs, outputs))
 
         return after
+
+
+def _turned(parameters: dict[str, nn.Parameter], layers: list[Layer]) -> set[str]:
+    handlers: dict[int, set[Any]] = {}
+    for layer in layers:
+        for parameter in layer.module.parameters():
+            handlers.setdefault(id(parameter), set()).add(handler_of(layer.module))
+    return {
+        name
+        for name, parameter in parameters.items()
+        if linear in handlers.get(id(parameter), set()) <= {linear, embedding}
+        and parameter.ndim == 2
+        and len(parameter) >= _TALL * parameter.shape[1]
+    }
 
 
 class _StandIn:

@@ -14,6 +14,7 @@ from _models import MODELS, build, one_by_one
 from _streams import Line, lines_for_streams
 from cdgrab.ghost.convolved import Geometry, patches
 from cdgrab.ghost.records import write_rows
+from cdgrab.hooks import rows
 from cdgrab.hooks.rows import ExampleRows, _Writing
 
 
@@ -65,16 +66,39 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("answers", [True, False])
-@pytest.mark.parametrize("words", [5, 60])
-def test_sums_of_a_table_with_several_uses(words: int, answers: bool) -> None:
+@pytest.mark.parametrize("words", [5, 80])  # of these, rows have the transpose
+@pytest.mark.parametrize("long", [0, 1 << 27])  # whether the sum is read before the lookups come
+def test_a_table_with_several_uses(long: int, words: int, answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before and after the linear layer, which may have no part in the loss."""
+    monkeypatch.setattr(rows, "_LONG", long)
     torch.manual_seed(2)
     model = Tied(words, answers).double()
     x, y = torch.randint(words, (6, 3)), torch.arange(6) % 3
     expected, sums = one_by_one(model, x, y), torch.full((4 * words + 15,), torch.nan, dtype=torch.float64)
-    found = ExampleRows(model)(lambda: F.cross_entropy(model(x), y), 6, sums_D=sums)
-    torch.testing.assert_close(6 * found, expected)
+    rows_of = ExampleRows(model)
+    found = rows_of(lambda: F.cross_entropy(model(x), y), 6, sums_D=sums)
     torch.testing.assert_close(6 * sums, expected.sum(0))
+    assert rows_of.turned == ({"table.weight"} if words == 80 else set())
+    if rows_of.turned:
+        expected[:, : 4 * words] = expected[:, : 4 * words].view(6, words, 4).mT.flatten(1)
+    torch.testing.assert_close(6 * found, expected)
+
+
+@pytest.mark.parametrize("long", [0, 1 << 27])
+def test_a_table_without_a_gradient(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "_LONG", long)
+
+    class Idle(Tied):
+        def forward(self, index: Tensor) -> Tensor:
+            x = torch.ones(len(index), 4)
+            self.head(x), self.table(index)
+            return self.out(x)  # type: ignore[no-any-return]
+
+    model, sums = Idle(5, True), torch.full((35,), torch.nan)
+    index = torch.zeros(6, 3, dtype=torch.int64)
+    found = ExampleRows(model)(lambda: F.cross_entropy(model(index), torch.arange(6) % 3), 6, sums_D=sums)
+    assert not found[:, :20].any()
+    assert not sums[:20].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -88,8 +112,10 @@ def test_rows_of_half_precision_are_single(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["tied", "used twice", "lstm", "normed"])
-def test_streams_wait_for_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("long", [0, 1 << 27])
+def test_streams_wait_for_each_other(name: str, long: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens to a place is ordered, and the pass goes on when all of it is done."""
+    monkeypatch.setattr(rows, "_LONG", long)
     current = lines_for_streams(monkeypatch)
     latest: dict[int, tuple[Line, int]] = {}  # by place, what happened to it last
     arrivals = [(current[0], 0)]

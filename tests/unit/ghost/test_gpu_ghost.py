@@ -36,19 +36,21 @@ def test_rows_of_a_pass_that_stops_at_the_layers(name: str) -> None:
     torch.testing.assert_close(6 * found.cpu(), expected, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("shape", [(3, 1, 4), (5, 7, 130), (2, 100, 33), (1, 300, 128)])
-def test_lookups_as_rows(shape: tuple[int, int, int]) -> None:
+def test_lookups_as_rows(shape: tuple[int, int, int], turned: bool) -> None:
     """Tokens that repeat are added up; what lies beside the rows is not touched; twice is the same to the bit."""
     num, positions, width = shape
     index = torch.randint(11, (num, positions), generator=torch.Generator().manual_seed(1))
     lookup = Lookup(index, randn(num, positions, width), 13)
     before = randn(num, 13 * width + 9)
     expected = before.double()
-    Lookup(index, lookup.b_NTq.double(), 13).add_rows(expected[:, 4:-5])
+    added = Lookup(index, lookup.b_NTq.double(), 13).rows()
+    expected[:, 4:-5] += added.view(num, 13, width).mT.flatten(1) if turned else added
     twice = []
     for _ in range(2):
         there = before.cuda()
-        Lookup(index.cuda(), lookup.b_NTq.cuda(), 13).add_rows(there[:, 4:-5])
+        Lookup(index.cuda(), lookup.b_NTq.cuda(), 13).add_rows(there[:, 4:-5], turned=turned)
         twice.append(there.cpu())
     torch.testing.assert_close(twice[0].double(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(twice[0], twice[1])
