@@ -23,7 +23,7 @@ _TABLE_PAYS = 1 << 11  # on a CPU rows up to this length go through a table
 def block_size(rows_KD: Tensor) -> int:
     """How many rows share a table: their Gram matrix costs `K * dim` operations per row, the table a call or two."""
     if rows_KD.is_cuda:
-        return 64 if rows_KD.shape[1] < tables.LONG_ON_GPU else tables.FEW_ON_GPU
+        return 64 if rows_KD.shape[1] < tables.LONG_ON_GPU else 16
     return 64 if rows_KD.shape[1] <= 2048 else 32
 
 
@@ -89,9 +89,8 @@ class Balancer:
         signs = []
         for k in range(0, len(rows_KD), size):
             rows, minus = rows_KD[k : k + size], None if minus_KD is None else minus_KD[k : k + size]
-            total_D = self._scratch(1, rows)[0] if tables.wants_total(rows, minus) else None
-            decided_4K = tables.decide(tables.table(rows, minus, self.running_sum, total_D), self.rule)
-            tables.advance(self.running_sum, rows, minus, decided_4K[1], total_D)
+            decided_4K = tables.decide(tables.table(rows, minus, self.running_sum), self.rule)
+            tables.advance(self.running_sum, rows, minus, decided_4K[1])
             self.tally.add_decided(decided_4K)
             signs.append(decided_4K[0])
         signs_K = signs[0] if len(signs) == 1 else torch.cat(signs)

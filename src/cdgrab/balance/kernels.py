@@ -1,8 +1,7 @@
 """Triton kernels for rows on a GPU: a table, its signs and the new running sum, without waiting for the host.
 
-Rows are read twice and nothing of their size is written: once for the table, once for the running sum, and then, where
-the sum of all of them has been kept, only those of the rarer sign. Both passes run at the speed of memory. Every kernel
-has a twin in plain PyTorch (`tables.py`), which serves where Triton is missing.
+Rows are read twice and nothing of their size is written: once for the table, once for the running sum. Both passes run
+at the speed of memory. Every kernel has a twin in plain PyTorch (`tables.py`), which serves where Triton is missing.
 
 Sums are formed in a fixed order, never with atomics, so that a run can be repeated bit for bit.
 """
@@ -22,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdgrab.balance.tables import FEW_ON_GPU
-
+_FEW_ROWS = 16  # up to here every pair of rows has an accumulator of its own
 _PROGRAMS = 528  # four for each multiprocessor of a large GPU
 _STEP_COLUMNS = 256
 _BLOCK = 64
@@ -46,18 +44,10 @@ class Rows(NamedTuple):
         return self.first.shape[0] * self.first.shape[1]
 
 
-def table(
-    rows_KD: Tensor,
-    minus_KD: Tensor | None,
-    running_sum_D: Tensor,
-    total_D: Tensor | None = None,
-    *,
-    in_place: bool,
-) -> Tensor:
+def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor, *, in_place: bool) -> Tensor:
     """As `tables.table`; `in_place` puts the differences in the place of `rows_KD`."""
     num_rows, dim = rows_KD.shape
-    assert total_D is None or num_rows <= FEW_ON_GPU
-    few = num_rows <= FEW_ON_GPU
+    few = num_rows <= _FEW_ROWS
     if few:
         padded, columns, warps = num_rows, 512 if num_rows <= 8 else 256 if num_rows <= 12 else 128, 4
     else:
@@ -83,7 +73,7 @@ def table(
         IN_PLACE=in_place,
         num_warps=warps,
         num_stages=3 if few else 1,
-        **({"total": total_D, "TOTAL": total_D is not None} if few else {"PRECISION": _precision(rows_KD.device)}),
+        **({} if few else {"PRECISION": _precision(rows_KD.device)}),
     )
     return partial_PKK1.sum(0, dtype=torch.float64)
 
@@ -157,13 +147,7 @@ def balance_blocks(rows: Rows, minus: Rows, running_sum_D: Tensor, thresholds_N:
     return decided_4N
 
 
-def advance(
-    running_sum_D: Tensor,
-    rows_KD: Tensor,
-    minus_KD: Tensor | None,
-    weights_K: Tensor,
-    total_D: Tensor | None = None,
-) -> None:
+def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, weights_K: Tensor) -> None:
     """As `tables.advance`."""
     num_rows, dim = rows_KD.shape
     minus = rows_KD if minus_KD is None else minus_KD
@@ -172,15 +156,12 @@ def advance(
         rows_KD,
         minus,
         weights_K,
-        total_D,
         num_rows,
         dim,
         rows_KD.stride(0),
         minus.stride(0),
-        ROWS=triton.next_power_of_2(num_rows),
         COLUMNS=1024,
         SUBTRACT=minus_KD is not None,
-        TOTAL=total_D is not None,
         num_warps=4,
     )
 
@@ -210,8 +191,6 @@ def _few_rows(
     COLUMNS: tl.constexpr,
     SUBTRACT: tl.constexpr,
     IN_PLACE: tl.constexpr,
-    total,
-    TOTAL: tl.constexpr,
 ):
     """Every program takes `width` columns. A thread keeps all its products in registers until the end."""
     program = tl.program_id(0).to(tl.int64)
@@ -232,11 +211,6 @@ def _few_rows(
             if IN_PLACE:
                 tl.store(rows + k * row_stride + column, x, mask=inside)
             d = d + (x,)
-        if TOTAL:
-            in_all = d[0]
-            for k in tl.static_range(1, ROWS):
-                in_all += d[k]
-            tl.store(total + column, in_all, mask=inside)
         added = ()
         for k in tl.static_range(ROWS):
             for j in tl.static_range(k + 1):
@@ -452,31 +426,19 @@ def _advance(
     rows,
     minus,
     weights,
-    total,
     num_rows,
     dim,
     row_stride,
     minus_stride,
-    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUBTRACT: tl.constexpr,
-    TOTAL: tl.constexpr,
 ):
-    """With the sum of all rows at hand, only those of the rarer sign are read: they are in it with the other one."""
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < dim
     r = tl.load(running_sum + column, mask=inside)
-    usual = 0.0
-    if TOTAL:
-        k = tl.arange(0, ROWS)
-        signs = tl.load(weights + k, mask=k < num_rows, other=0.0).to(tl.float32)
-        usual = tl.where(tl.sum(signs) >= 0, 1.0, -1.0)
-        # A row that is not finite makes the sum useless.
-        usual *= (tl.sum(tl.abs(signs)) == num_rows).to(tl.float32)
-        r += tl.where(usual != 0, usual * tl.load(total + column, mask=inside, other=0.0), 0.0)
     for k in range(num_rows):
-        weight = tl.load(weights + k).to(tl.float32) - usual
-        counts = inside & (weight != 0)  # what does not count, and what is not finite, is not even read
+        weight = tl.load(weights + k).to(tl.float32)
+        counts = inside & (weight != 0)  # a row that is not finite is not even read
         x = tl.load(rows + k * row_stride + column, mask=counts, other=0.0)
         if SUBTRACT:
             x -= tl.load(minus + k * minus_stride + column, mask=counts, other=0.0)

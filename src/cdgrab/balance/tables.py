@@ -21,30 +21,16 @@ from cdgrab.balance.blocked import block_signs
 from cdgrab.balance.rules import FloatArray, Rule
 
 _STRETCH = 1 << 14  # columns that a CPU takes at a time
-FEW_ON_GPU = 16  # up to here every pair of rows has an accumulator of its own
 LONG_ON_GPU = 1 << 19  # from here on the rows themselves are what takes time, not the launches
 
 
-def table(
-    rows_KD: Tensor,
-    minus_KD: Tensor | None,
-    running_sum_D: Tensor,
-    total_D: Tensor | None = None,
-) -> Tensor:
-    """The table of the rows `rows - minus`, in float64 on their device.
-
-    The sum of these rows is left in `total_D`, which is given if `wants_total` says so.
-    """
+def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor) -> Tensor:
+    """The table of the rows `rows - minus`, in float64 on their device."""
     if _triton(rows_KD, minus_KD):
         from cdgrab.balance import kernels
 
-        return kernels.table(rows_KD, minus_KD, running_sum_D, total_D, in_place=False)
+        return kernels.table(rows_KD, minus_KD, running_sum_D, in_place=False)
     return _plain_table(rows_KD if minus_KD is None else rows_KD - minus_KD, running_sum_D)
-
-
-def wants_total(rows_KD: Tensor, minus_KD: Tensor | None) -> bool:
-    """Whether `advance` has less to read if it is given the sum of the rows."""
-    return 4 <= len(rows_KD) <= FEW_ON_GPU and _triton(rows_KD, minus_KD)
 
 
 def difference_table(first_KD: Tensor, second_KD: Tensor, running_sum_D: Tensor) -> Tensor:
@@ -99,21 +85,12 @@ def decide(table_KK1: Tensor, rule: Rule) -> Tensor:
     return decide_there(table_KK1, thresholds)
 
 
-def advance(
-    running_sum_D: Tensor,
-    rows_KD: Tensor,
-    minus_KD: Tensor | None,
-    weights_K: Tensor,
-    total_D: Tensor | None = None,
-) -> None:
-    """Add the rows `rows - minus`, each times its weight, to the running sum. A row of weight 0 may be anything.
-
-    Weights are 1, -1 or 0. `total_D` is what `table` left there for the same rows.
-    """
+def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, weights_K: Tensor) -> None:
+    """Add the rows `rows - minus`, each times its weight, to the running sum. A row of weight 0 may be anything."""
     if _triton(rows_KD, minus_KD):
         from cdgrab.balance import kernels
 
-        kernels.advance(running_sum_D, rows_KD, minus_KD, weights_K, total_D)
+        kernels.advance(running_sum_D, rows_KD, minus_KD, weights_K)
         return
     differences_KD = rows_KD if minus_KD is None else rows_KD - minus_KD
     if rows_KD.device.type != "cpu" or not bool(weights_K.all()):

@@ -112,26 +112,6 @@ def test_advance_subtracts(device: str) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("signs", [[1, -1, 1, 1, -1], [-1, -1, -1, 1, -1], [1, 1, 1, 1, 1], [1, 0, -1, -1, 1]])
-@pytest.mark.parametrize("subtracts", [True, False])
-def test_advance_with_the_sum_of_the_rows(signs: list[int], subtracts: bool) -> None:
-    """Which the table leaves, and which is of no use where a row is not finite."""
-    rows, minus, running_sum = randn(5, 3000), randn(5, 3000, seed=1), randn(3000, seed=2)
-    weights = torch.tensor(signs, dtype=torch.float64)
-    rows[weights == 0, 7] = torch.nan
-    finite = torch.where(weights[:, None] != 0, rows - minus if subtracts else rows, 0.0)
-    moved, total = running_sum.cuda(), torch.full((3000,), torch.nan, device="cuda")
-    there = rows.cuda(), minus.cuda() if subtracts else None
-    assert tables.wants_total(*there)
-    tables.table(*there, moved, total)
-    tables.advance(moved, *there, weights.cuda(), total)
-    torch.testing.assert_close(moved.cpu(), running_sum + weights.float() @ finite, rtol=1e-5, atol=1e-5)
-    if 0 not in signs:
-        torch.testing.assert_close(total.cpu(), finite.sum(0), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(
     ("turns", "workers", "dim"), [(1, 3, 5), (7, 5, 1000), (3, 64, 2049), (40, 4, 19), (2, 70, 513)]
 )
