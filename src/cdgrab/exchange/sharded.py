@@ -172,7 +172,10 @@ class ShardedPairs:
         return {
             "second": self._second,
             "paired": torch.from_numpy(self._paired_W.copy()),
-            "differences": {piece: rows.clone() for piece, rows in self.differences.items()},
+            # Once a pair is complete and decided on, nothing of it is needed but how wide its pieces are.
+            "differences": {
+                piece: rows[: len(rows) * self._second].clone() for piece, rows in self.differences.items()
+            },
             "running_sum": {piece: rows.clone() for piece, rows in self.running_sum.items()},
             "decisions": self.decisions.state_dict(),
             "tally": asdict(self._tally.settled()),
@@ -184,7 +187,10 @@ class ShardedPairs:
         self._parts = []
         self._second = state["second"]
         self._paired_W = state["paired"].cpu().numpy().copy()
-        self.differences = {piece: rows.clone() for piece, rows in state["differences"].items()}
+        self.differences = {
+            piece: rows.clone() if self._second else rows.new_zeros(self._num_workers, rows.shape[1])
+            for piece, rows in state["differences"].items()
+        }
         self.running_sum = {piece: rows.clone() for piece, rows in state["running_sum"].items()}
         self.decisions.load_state_dict(state["decisions"])
         self._tally = Tally(**state["tally"])

@@ -27,7 +27,7 @@ from cdgrab.balance.tables import table, takes_triton
 
 MOST_NUMBERS = 1 << 24  # of rows that are formed at a time, on their way to inner products
 MOST_NUMBERS_ON_GPU = 1 << 26
-_LONG_ROW = 1 << 18  # numbers that are filled no faster together with others
+_LONG_ROW = 1 << 18  # numbers from which on rows are cleared one by one
 _MOST_POSITIONS = 2048  # of a lookup: the kernel compares all of them with each other
 
 Self = TypeVar("Self", bound="Record")

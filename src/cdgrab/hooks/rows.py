@@ -27,8 +27,9 @@ from cdgrab.ghost.records import Lookup, Record, write_rows
 from cdgrab.ghost.recurrent import Opened, Tap, called_with, opens, records_of
 
 _STREAMS = 4
-_TALL = 16  # times as many outputs as inputs
-_LONG = 1 << 27  # numbers of a parameter's rows that take longer to read than lookups to be added up
+# Layers that are written transposed have at least this many times as many outputs as inputs, and this many weights.
+_TALL, _LARGE = 16, 1 << 20
+_MANY = 1 << 27  # numbers of a parameter's rows that take longer to read than lookups to be added up
 
 
 @dataclass(eq=False)
@@ -91,6 +92,7 @@ class _Writing:
         places: Columns of the rows, by parameter.
         sums: Where a parameter's rows are added up, in its shape.
         turned: Parameters that are transposed in rows.
+        early: Whether a long sum may be read before lookups are in the rows.
         num: Of examples.
         parts: Of an example.
         kept: For layers that run once more.
@@ -104,6 +106,7 @@ class _Writing:
         sums: dict[str, Tensor],
         turned: set[str],
         *,
+        early: bool,
         num: int,
         parts: int,
         kept: dict[nn.Module, Opened],
@@ -116,12 +119,15 @@ class _Writing:
         self._latest: dict[str, torch.cuda.Stream | None] = {}  # where a parameter was dealt with last
         self._written: set[str] = set()
         self._to_come = Counter(name for use in uses for name in use.names.values())
+        # What must be written before a parameter's sum is read.
         self._before_sum: dict[str, set[tuple[_Use, str]]] = {}
-        for name in self._to_come:
-            uses_of_it = {(use, key) for use in uses for key, other in use.names.items() if other == name}
-            others = {(use, key) for use, key in uses_of_it if not use.looks_up}
-            early = others and self._places[name].numel() >= _LONG
-            self._before_sum[name] = others if early else uses_of_it
+        for use in uses:
+            for key, name in use.names.items():
+                self._before_sum.setdefault(name, set()).add((use, key))
+        for name, parts_of_it in self._before_sum.items():
+            others = {(use, key) for use, key in parts_of_it if not use.looks_up}
+            if early and others and self._places[name].numel() >= _MANY:
+                self._before_sum[name] = others
         self._taken: set[_Use] = set()
         # What is made on one stream and read on another must stay until all of them have been waited for.
         self._records: list[Records] = []
@@ -209,8 +215,8 @@ class ExampleRows:
     """Finds the rows of a batch, and its gradient.
 
     A row has the gradients of all parameters one after the other. Of some it has the transpose (`turned`): those of
-    linear layers with many more outputs than inputs, as the last of a language model, because cuBLAS writes it faster.
-    To inner products it makes no difference.
+    large linear layers with many more outputs than inputs, as the last of a language model, because cuBLAS writes it
+    faster. To inner products it makes no difference.
 
     Args:
         model: Whose layers treat examples one by one, and have them along the first dimension. The first batch runs
@@ -269,7 +275,15 @@ class ExampleRows:
             places[name].zero_()
             sums[name].zero_()
         writing = _Writing(
-            uses, places, sums, self.turned, num=num, parts=self._parts, kept=self._kept, streams=self._streams
+            uses,
+            places,
+            sums,
+            self.turned,
+            early=self._checked,  # what is held against a whole pass are the rows
+            num=num,
+            parts=self._parts,
+            kept=self._kept,
+            streams=self._streams,
         )
         handles = writing.watch()
         try:
@@ -336,6 +350,7 @@ def _turned(parameters: dict[str, nn.Parameter], layers: list[Layer]) -> set[str
         if linear in handlers.get(id(parameter), set()) <= {linear, embedding}
         and parameter.ndim == 2
         and len(parameter) >= _TALL * parameter.shape[1]
+        and parameter.numel() >= _LARGE
     }
 
 

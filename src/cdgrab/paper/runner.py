@@ -249,7 +249,10 @@ class _Running:
             )
         if self.ranks > 1:
             state["ordering"] = state["ordering"][dist.get_rank()]
-        self.trainer.load_state_dict(state, self.epochs[-1])
+        try:
+            self.trainer.load_state_dict(state, self.epochs[-1])
+        except ValueError as error:
+            raise ValueError(f"{error}; or remove the folder {self.path} to begin this run anew") from error
         earlier = [part for part in found.info.environment.get("before", []) if part]
         last = {key: value for key, value in found.info.environment.items() if key != "before"}
         if last != self.info.environment or earlier:

@@ -20,7 +20,8 @@ from cdgrab import Ordering
 from cdgrab.hooks.rows import ExampleRows
 from cdgrab.paper.tasks.base import LateRows, Problem
 
-# Of rows that are collected, beyond which nothing is gained; on a GPU there are two such blocks.
+# How many steps' rows are collected at most, and how many bytes of rows; on a GPU there are two such blocks. What is
+# fetched at once is bounded by those of the CPU.
 _MOST_STEPS = {"cpu": 512, "cuda": 64}
 _MOST_BYTES = {"cpu": 1 << 25, "cuda": 1 << 32}
 
@@ -53,11 +54,12 @@ class Collector:
     Args:
         ordering: Observes them.
         batch: Units in a step; the last one of an epoch may have fewer.
+        steps: As many as are collected at most.
         like_D: A row.
     """
 
-    def __init__(self, ordering: Ordering, batch: int, like_D: Tensor) -> None:
-        self._ordering, self._batch, self._like_D = ordering, batch, like_D
+    def __init__(self, ordering: Ordering, batch: int, steps: int, like_D: Tensor) -> None:
+        self._ordering, self._batch, self._steps, self._like_D = ordering, batch, steps, like_D
         self._rows_KND = torch.empty(0)
         self._places: tuple[Tensor, ...] = ()  # one for each step: small models would notice their making
         self._waiting = 0
@@ -71,10 +73,14 @@ class Collector:
             self._short_1ND = self._like_D.new_empty(1, num, len(self._like_D))
             return self._short_1ND[0]
         if not self._places:
-            self._rows_KND = self._like_D.new_empty(block_steps(num, self._like_D), num, len(self._like_D))
+            self._rows_KND = self._like_D.new_empty(self._steps, num, len(self._like_D))
             self._places = self._rows_KND.unbind()
         self._waiting += 1
         return self._places[self._waiting - 1]
+
+    def forget(self) -> None:
+        """Nothing waits: an epoch begins, perhaps after one that was broken off."""
+        self._waiting, self._short_1ND = 0, None
 
     def flush(self) -> None:
         """Hand over what waits."""
@@ -111,6 +117,10 @@ class LateCollector:
             return tuple(part[0] for part in self._short)
         self._waiting += 1
         return self._places[self._waiting - 1]
+
+    def forget(self) -> None:
+        """As that of `Collector`."""
+        self._waiting, self._short = 0, None
 
     def flush(self, parts_m: Batch) -> None:
         """Hand over what has been kept; `parts_m` are the batches of these steps, one after the other."""
@@ -177,12 +187,13 @@ class EagerSteps:
         of_step = batch * sum(part[:1].nbytes for part in problem.train)
         self._fetched = max(1, min(_MOST_STEPS["cpu"], _MOST_BYTES["cpu"] // of_step))
         self._late = problem.late if balanced else None
-        self._compiles = balanced and problem.gradient is not None  # may do so, when it writes its first rows
+        self._compiles = balanced and problem.gradient is not None  # a closed form may, at its first rows (M4)
         if self._gradient != self._by_backward:
             self._flat_D = flat_gradients(self._parameters)
-            self._collector = Collector(ordering, batch, self._flat_D)
+            steps = block_steps(batch * ranks, self._flat_D)  # ranks may send each other all they have
+            self._collector = Collector(ordering, batch, steps, self._flat_D)
         if self._late is not None:
-            self._fetched = min(self._fetched, block_steps(batch, self._flat_D))  # their rows are made together
+            self._fetched = min(self._fetched, steps)  # their rows are made together
             self._late_collector = LateCollector(ordering, self._late, batch, self._fetched, self._flat_D)
 
     @property
@@ -199,6 +210,10 @@ class EagerSteps:
 
     def epoch(self, index_M: Tensor) -> float:
         self.seconds_exchange, fetching = 0.0, 0.0
+        if self._gradient != self._by_backward:
+            self._collector.forget()
+        if self._late is not None:
+            self._late_collector.forget()
         for index_m in index_M.split(self._fetched * self._batch):
             start = time.perf_counter()
             parts_m = tuple(part.index_select(0, index_m) for part in self._problem.train)

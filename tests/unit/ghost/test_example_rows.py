@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from _inputs import randn
 from _models import MODELS, build, one_by_one
 from _streams import Line, lines_for_streams
+from _tied import TiedTable, check_tied_table
 from cdgrab.ghost.convolved import Geometry, patches
 from cdgrab.ghost.records import write_rows
 from cdgrab.hooks import rows
@@ -50,55 +51,33 @@ def test_a_layer_without_a_gradient_gets_none() -> None:
     assert not found[:, 8:].any()
 
 
-class Tied(nn.Module):
-    """A table that is looked up, is also a linear layer, and is looked up once more."""
-
-    def __init__(self, words: int, answers: bool) -> None:
-        super().__init__()
-        self.table, self.head, self.out = nn.Embedding(words, 4), nn.Linear(4, words, bias=False), nn.Linear(4, 3)
-        self.head.weight = self.table.weight
-        self.answers = answers
-
-    def forward(self, index: Tensor) -> Tensor:
-        scores = self.head(self.table(index))
-        again = self.table(scores.argmax(-1) if self.answers else index)
-        return self.out(again.sum(1) + (scores[:, :, :4].tanh().sum(1) if self.answers else 0.0))  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("answers", [True, False])
-@pytest.mark.parametrize("words", [5, 80])  # of these, rows have the transpose
-@pytest.mark.parametrize("long", [0, 1 << 27])  # whether the sum is read before the lookups come
-def test_a_table_with_several_uses(long: int, words: int, answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before and after the linear layer, which may have no part in the loss."""
-    monkeypatch.setattr(rows, "_LONG", long)
-    torch.manual_seed(2)
-    model = Tied(words, answers).double()
-    x, y = torch.randint(words, (6, 3)), torch.arange(6) % 3
-    expected, sums = one_by_one(model, x, y), torch.full((4 * words + 15,), torch.nan, dtype=torch.float64)
-    rows_of = ExampleRows(model)
-    found = rows_of(lambda: F.cross_entropy(model(x), y), 6, sums_D=sums)
-    torch.testing.assert_close(6 * sums, expected.sum(0))
-    assert rows_of.turned == ({"table.weight"} if words == 80 else set())
-    if rows_of.turned:
-        expected[:, : 4 * words] = expected[:, : 4 * words].view(6, words, 4).mT.flatten(1)
-    torch.testing.assert_close(6 * found, expected)
+@pytest.mark.parametrize("words", [5, 80])
+@pytest.mark.parametrize("many", [0, 1 << 27])  # whether the sum is read before the lookups come
+def test_a_table_with_several_uses(many: int, words: int, answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "_MANY", many)
+    monkeypatch.setattr(rows, "_LARGE", 0)
+    check_tied_table(words, answers)
 
 
-@pytest.mark.parametrize("long", [0, 1 << 27])
-def test_a_table_without_a_gradient(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "_LONG", long)
+@pytest.mark.parametrize("many", [0, 1 << 27])
+def test_a_table_without_a_gradient(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "_MANY", many)
 
-    class Idle(Tied):
+    class Idle(TiedTable):
         def forward(self, index: Tensor) -> Tensor:
             x = torch.ones(len(index), 4)
             self.head(x), self.table(index)
             return self.out(x)  # type: ignore[no-any-return]
 
-    model, sums = Idle(5, True), torch.full((35,), torch.nan)
+    model = Idle(5, True)
+    rows_of = ExampleRows(model)
     index = torch.zeros(6, 3, dtype=torch.int64)
-    found = ExampleRows(model)(lambda: F.cross_entropy(model(index), torch.arange(6) % 3), 6, sums_D=sums)
-    assert not found[:, :20].any()
-    assert not sums[:20].any()
+    for _ in range(2):
+        sums = torch.full((35,), torch.nan)
+        found = rows_of(lambda: F.cross_entropy(model(index), torch.arange(6) % 3), 6, sums_D=sums)
+        assert not found[:, :20].any()
+        assert not sums[:20].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -111,30 +90,39 @@ def test_rows_of_half_precision_are_single(dtype: torch.dtype) -> None:
     assert float((6 * found - expected).norm() / expected.norm()) < 0.05
 
 
-@pytest.mark.parametrize("name", ["tied", "used twice", "lstm", "normed"])
-@pytest.mark.parametrize("long", [0, 1 << 27])
-def test_streams_wait_for_each_other(name: str, long: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever happens to a place is ordered, and the pass goes on when all of it is done."""
-    monkeypatch.setattr(rows, "_LONG", long)
+@pytest.mark.parametrize(
+    ("name", "many"), [("tied", 0), *((name, 1 << 27) for name in ("tied", "used twice", "lstm", "normed"))]
+)
+def test_streams_wait_for_each_other(name: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens to a place or to a sum is ordered, and the pass goes on when all of it is done."""
+    monkeypatch.setattr(rows, "_MANY", many)
     current = lines_for_streams(monkeypatch)
     latest: dict[int, tuple[Line, int]] = {}  # by place, what happened to it last
     arrivals = [(current[0], 0)]
 
+    def note(touched: Tensor) -> None:
+        line, where = current[-1], touched.data_ptr()
+        assert line.is_after(arrivals[-1])
+        assert line.is_after(latest.get(where, (line, 0)))
+        latest[where] = line.does_something()
+
     def noted(function: Any, place: int) -> Any:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            line, where = current[-1], args[place].data_ptr()
-            assert line.is_after(arrivals[-1])
-            assert line.is_after(latest.get(where, (line, 0)))
-            latest[where] = line.does_something()
+            note(args[place])
             return function(*args, **kwargs)
 
         return wrapper
+
+    def added_up(writing: Any, use: Any, key: str, found: Any) -> None:
+        note(writing._sums[use.names[key]])
+        add_up(writing, use, key, found)
 
     def gradients_have_come(writing: Any, use: Any) -> None:
         arrivals.append(current[0].does_something())
         take(writing, use)
 
-    take = _Writing._take
+    take, add_up = _Writing._take, _Writing._add_up
+    monkeypatch.setattr(_Writing, "_add_up", added_up)
     monkeypatch.setattr(_Writing, "_take", gradients_have_come)
     monkeypatch.setattr("cdgrab.hooks.rows.write_rows", noted(write_rows, 1))
     monkeypatch.setattr(torch, "sum", noted(torch.sum, 0))
@@ -142,10 +130,10 @@ def test_streams_wait_for_each_other(name: str, long: int, monkeypatch: pytest.M
     expected = one_by_one(model, x, y)
     rows_of = ExampleRows(model)
     lines: Any = [Line() for _ in range(3)]
-    rows_of._streams = lines
+    rows_of._streams, rows_of._checked = lines, True
     found = rows_of(lambda: F.cross_entropy(model(x), y), 6)
     torch.testing.assert_close(6 * found, expected)
-    assert len(latest) == len(list(model.parameters()))
+    assert len(latest) == 2 * len(list(model.parameters()))
     assert {line for line, _ in latest.values()} <= set(lines)
     assert all(current[0].is_after(what) for what in latest.values())
 

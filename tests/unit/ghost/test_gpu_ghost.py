@@ -10,9 +10,11 @@ from torch.nn.functional import cross_entropy
 from _inputs import randn
 from _models import MODELS, build, one_by_one, recorded
 from _sketches import sketches
+from _tied import check_tied_table
 from cdgrab import Ordering, World
 from cdgrab.ghost.pairs import Pairs, ReplayedPairs, difference, replayable
 from cdgrab.ghost.records import Lookup, Matrix, Pair, written_out
+from cdgrab.hooks import rows
 from cdgrab.hooks.rows import ExampleRows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -34,6 +36,18 @@ def test_rows_of_a_pass_that_stops_at_the_layers(name: str) -> None:
     model, x, y = model.cuda(), x.cuda(), y.cuda()
     found = ExampleRows(model)(lambda: cross_entropy(model(x), y), 6)
     torch.testing.assert_close(6 * found.cpu(), expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize("words", [5, 80])
+@pytest.mark.parametrize("many", [0, 1 << 27])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_table_with_several_uses(
+    dtype: torch.dtype, many: int, words: int, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "_MANY", many)
+    monkeypatch.setattr(rows, "_LARGE", 0)
+    check_tied_table(words, answers, "cuda", dtype)
 
 
 @pytest.mark.parametrize("turned", [False, True])

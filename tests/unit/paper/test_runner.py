@@ -163,6 +163,17 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
         run(chosen(), place(tmp_path))
 
 
+def test_a_state_of_another_release_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(chosen(), place(tmp_path), on_epoch=after(2))
+    file = place(tmp_path).folder(chosen()) / "state.pt"
+    state = torch.load(file, weights_only=True)
+    state["ordering"]["version"] = 1
+    torch.save(state, file)
+    with pytest.raises(ValueError, match=r"version 1, this release .* or remove the folder .* to begin this run anew"):
+        run(chosen(), place(tmp_path))
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"config": {}}', "[]"])
 def test_damaged_records_are_named(tmp_path: Path, text: str) -> None:
     run(chosen(), place(tmp_path))

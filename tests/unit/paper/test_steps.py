@@ -136,12 +136,12 @@ class Listener:
         self.heard += rows.clone().unbind()
 
 
-SIZES = [4] * 1100 + [3] + [4] * 3  # more than are collected, then a short batch, then the next epoch
+SIZES = [4] * 150 + [3] + [4] * 3  # more than are collected, then a short batch, then the next epoch
 
 
 def test_rows_are_handed_over_in_their_order_and_all_of_them() -> None:
     listener, like = Listener(), torch.zeros(5)
-    collector = Collector(listener, 4, like)  # type: ignore[arg-type]
+    collector = Collector(listener, 4, 64, like)  # type: ignore[arg-type]
     for number, size in enumerate(SIZES):
         collector.place(size).fill_(number)
     collector.flush()

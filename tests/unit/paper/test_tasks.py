@@ -68,14 +68,8 @@ def test_every_task_trains_on_data_in_the_public_format(name: str, variant: str,
     assert problem.evaluate(problem.model) != before
 
 
-@pytest.mark.parametrize("with_numba", [True, False])
 @pytest.mark.parametrize(("name", "variant"), WITH_ROWS)
-def test_gradients_in_closed_form_equal_automatic_differentiation(
-    name: str, variant: str, with_numba: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if with_numba and not compiled.available():
-        pytest.skip("numba is not installed")
-    monkeypatch.setattr(compiled, "available", lambda: with_numba)
+def test_gradients_in_closed_form_equal_automatic_differentiation(name: str, variant: str, tmp_path: Path) -> None:
     problem = make(name, tmp_path, variant)
     problem.model.double()
     batch = tuple(part[:6].double() if part.is_floating_point() else part[:6] for part in problem.train)
@@ -92,9 +86,26 @@ def test_gradients_in_closed_form_equal_automatic_differentiation(
         assert (row - expected).norm() <= 1e-9 * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["hmda", "a9a"])
-def test_rows_made_late_are_those_made_at_once(name: str, tmp_path: Path) -> None:
-    problem = make(name, tmp_path)
+@pytest.mark.skipif(not compiled.available(), reason="numba is not installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_compiled_rows_are_those_of_products(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = make("m4", tmp_path)
+    assert problem.gradient is not None
+    problem.model.to(dtype)
+    batch = tuple(part[:5].to(dtype) for part in problem.train)
+    found, expected = (torch.full((5, dim(problem.model)), torch.nan, dtype=dtype) for _ in range(2))
+    mean = problem.gradient(problem.model, *batch, rows=found)
+    monkeypatch.setattr(compiled, "available", lambda: False)
+    expected_mean = problem.gradient(problem.model, *batch, rows=expected)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(mean, expected_mean)
+
+
+@pytest.mark.parametrize(("name", "variant"), [("hmda", ""), ("a9a", ""), ("digits", "softmax"), ("digits", "mlp")])
+def test_rows_made_late_are_those_made_at_once(name: str, variant: str, tmp_path: Path) -> None:
+    problem = make(name, tmp_path, variant)
     assert problem.late is not None
     assert problem.gradient is not None
     optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.5)
@@ -106,8 +117,9 @@ def test_rows_made_late_are_those_made_at_once(name: str, tmp_path: Path) -> Non
         found = problem.late.gradient(problem.model, *batch, kept=kept[-1])
         assert torch.equal(found, problem.gradient(problem.model, *batch))
         batches.append(batch)
-        parameter = next(problem.model.parameters())
-        parameter.grad = found.view_as(parameter)
+        parameters = list(problem.model.parameters())
+        for parameter, part in zip(parameters, found.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
         optimizer.step()
     steps, stacked = ([torch.stack(parts) for parts in zip(*lists, strict=True)] for lists in (kept, batches))
     assert torch.equal(problem.late.rows(tuple(steps), *stacked), torch.stack(at_once))

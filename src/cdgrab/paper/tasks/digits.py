@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cdgrab.paper.tasks.base import Problem, Settings, Task
+from cdgrab.paper.tasks.base import LateRows, Problem, Settings, Task
 from cdgrab.paper.tasks.tools import classifier_figures, seeded
 
 # Of 1797 images; 4, 16 and 64 workers then have equal shares, without padding.
@@ -48,20 +49,50 @@ def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y) + L2 / 2 * penalty
 
 
-def gradient(model: Network, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Of the mean loss, and of every example's if there are rows to fill."""
+def gradient(
+    model: Network,
+    x: Tensor,
+    y: Tensor,
+    rows: Tensor | None = None,
+    kept: tuple[Tensor, ...] = (),
+) -> Tensor:
+    """Of the mean loss, and of every example's if there are rows to fill; `kept`: places for what `late_rows` needs."""
     parts: list[Tensor] = []
-    of_examples: list[Tensor] = []
-    for layer, inputs, delta in _passed(model, x, y):
+    passed = _passed(model, x, y)
+    for layer, inputs, delta in passed:
         weight, bias = layer.weight.detach(), layer.bias.detach()
         parts += [torch.addmm(weight, delta.T, inputs, beta=L2, alpha=1 / len(x)).flatten()]
         parts += [torch.add(delta.mean(0), bias, alpha=L2)]
+    if rows is not None or kept:
+        parameters = [p.detach().flatten() for p in model.parameters()]
+        deltas, hidden = [delta for _, _, delta in passed], [inputs for _, inputs, _ in passed[1:]]
+        if kept:
+            torch.cat(parameters, out=kept[0])
+            for place, tensor in zip(kept[1:], [*deltas, *hidden], strict=True):
+                place.copy_(tensor)
         if rows is not None:
-            of_examples += [torch.addcmul(L2 * weight, delta[:, :, None], inputs[:, None, :]).flatten(1)]
-            of_examples += [torch.add(delta, bias, alpha=L2)]
-    if rows is not None:
-        torch.cat(of_examples, 1, out=rows)
+            _rows(torch.cat(parameters), [x, *hidden], deltas, out=rows)
     return torch.cat(parts)
+
+
+def late_rows(kept: tuple[Tensor, ...], x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001
+    """Gradients of the examples of several steps."""
+    parameters_SD, *rest = kept
+    num_layers = (len(rest) + 1) // 2
+    return _rows(parameters_SD, [x, *rest[num_layers:]], rest[:num_layers])
+
+
+def _rows(parameters_D: Tensor, inputs: list[Tensor], deltas: list[Tensor], out: Tensor | None = None) -> Tensor:
+    """Gradients of examples, from inputs and output gradients of all layers; there may be steps in front."""
+    penalty_1D = (L2 * parameters_D)[..., None, :]
+    parts, start = [], 0
+    for x, delta in zip(inputs, deltas, strict=True):
+        size = (delta.shape[-1], x.shape[-1])
+        weight, bias = penalty_1D[..., start : start + math.prod(size) + size[0]].split([math.prod(size), size[0]], -1)
+        parts += [torch.addcmul(weight.unflatten(-1, size), delta[..., None], x[..., None, :]).flatten(-2)]
+        parts += [delta + bias]
+        start += math.prod(size) + size[0]
+    return torch.cat(parts, -1, out=out)
 
 
 def _passed(model: Network, x: Tensor, y: Tensor) -> list[tuple[nn.Linear, Tensor, Tensor]]:
@@ -78,6 +109,12 @@ def _passed(model: Network, x: Tensor, y: Tensor) -> list[tuple[nn.Linear, Tenso
     for depth in reversed(range(1, len(layers))):
         deltas.insert(0, (deltas[0] @ weights[depth][0]) * (1 - inputs[depth].square()))
     return list(zip(layers, inputs, deltas, strict=True))
+
+
+def _sizes(widths: tuple[int, ...], units: int) -> tuple[tuple[int, ...], ...]:
+    """Of parameters, of the gradients of outputs, and of inputs that are outputs."""
+    dim = sum((fan_in + 1) * fan_out for fan_in, fan_out in itertools.pairwise(widths))
+    return ((dim,), *((units, width) for width in widths[1:]), *((units, width) for width in widths[1:-1]))
 
 
 def minimum(x: Tensor, y: Tensor) -> float:
@@ -121,6 +158,7 @@ def load(folder: Path, variant: str, seed: int) -> Problem:  # noqa: ARG001
         data=f"digits of scikit-learn: {NUM_TRAIN:,} / {len(x) - NUM_TRAIN:,} images of 8 x 8, L2 {L2:g}",
         labels=train_y,
         gradient=gradient,
+        late=LateRows(gradient, partial(_sizes, WIDTHS[variant]), late_rows),
         minimum=(lambda: minimum(train_x, train_y)) if variant == "softmax" else None,
     )
 

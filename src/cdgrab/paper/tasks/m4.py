@@ -85,7 +85,7 @@ def _passed(model: Autoregressive, x: Tensor, y: Tensor) -> _Pass:
 
 
 def gradient(model: Autoregressive, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Of a window, a weight's gradient is one batched product over all six steps; of all windows, one product."""
+    """Of all windows, one product for every weight; of each of them, a batched one, or a compiled loop on a CPU."""
     done, steps = _passed(model, x, y), y.shape[1]
     if rows is not None and _takes_compiled(rows, steps):
         layers = [
