@@ -24,6 +24,7 @@ from cdgrab.paper.tasks.base import LateRows, Problem
 # fetched at once is bounded by those of the CPU.
 _MOST_STEPS = {"cpu": 512, "cuda": 64}
 _MOST_BYTES = {"cpu": 1 << 25, "cuda": 1 << 32}
+_MOST_LATE_BYTES = 1 << 22  # of rows that are made at once, and should still be in cache when they are observed
 
 Batch = tuple[Tensor, ...]
 
@@ -193,7 +194,8 @@ class EagerSteps:
             steps = block_steps(batch * ranks, self._flat_D)  # ranks may send each other all they have
             self._collector = Collector(ordering, batch, steps, self._flat_D)
         if self._late is not None:
-            self._fetched = min(self._fetched, steps)  # their rows are made together
+            late = max(2, _MOST_LATE_BYTES // (batch * self._flat_D.nbytes))
+            self._fetched = min(self._fetched, steps, late)  # their rows are made together
             self._late_collector = LateCollector(ordering, self._late, batch, self._fetched, self._flat_D)
 
     @property

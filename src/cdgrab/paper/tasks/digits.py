@@ -64,7 +64,7 @@ def gradient(
         parts += [torch.addmm(weight, delta.T, inputs, beta=L2, alpha=1 / len(x)).flatten()]
         parts += [torch.add(delta.mean(0), bias, alpha=L2)]
     if rows is not None or kept:
-        parameters = [p.detach().flatten() for p in model.parameters()]
+        parameters = [p.detach().flatten() for layer, _, _ in passed for p in (layer.weight, layer.bias)]
         deltas, hidden = [delta for _, _, delta in passed], [inputs for _, inputs, _ in passed[1:]]
         if kept:
             torch.cat(parameters, out=kept[0])
@@ -85,14 +85,15 @@ def late_rows(kept: tuple[Tensor, ...], x: Tensor, y: Tensor) -> Tensor:  # noqa
 def _rows(parameters_D: Tensor, inputs: list[Tensor], deltas: list[Tensor], out: Tensor | None = None) -> Tensor:
     """Gradients of examples, from inputs and output gradients of all layers; there may be steps in front."""
     penalty_1D = (L2 * parameters_D)[..., None, :]
-    parts, start = [], 0
-    for x, delta in zip(inputs, deltas, strict=True):
-        size = (delta.shape[-1], x.shape[-1])
-        weight, bias = penalty_1D[..., start : start + math.prod(size) + size[0]].split([math.prod(size), size[0]], -1)
-        parts += [torch.addcmul(weight.unflatten(-1, size), delta[..., None], x[..., None, :]).flatten(-2)]
-        parts += [delta + bias]
-        start += math.prod(size) + size[0]
-    return torch.cat(parts, -1, out=out)
+    found = parameters_D.new_empty(*inputs[0].shape[:-1], parameters_D.shape[-1]) if out is None else out
+    shapes = [(delta.shape[-1], x.shape[-1]) for x, delta in zip(inputs, deltas, strict=True)]
+    sizes = [size for shape in shapes for size in (math.prod(shape), shape[0])]
+    penalties, places = iter(penalty_1D.split(sizes, -1)), iter(found.split(sizes, -1))
+    for x, delta, shape in zip(inputs, deltas, shapes, strict=True):
+        weight, place = next(penalties).unflatten(-1, shape), next(places).unflatten(-1, shape)
+        torch.addcmul(weight, delta[..., None], x[..., None, :], out=place)
+        torch.add(delta, next(penalties), out=next(places))
+    return found
 
 
 def _passed(model: Network, x: Tensor, y: Tensor) -> list[tuple[nn.Linear, Tensor, Tensor]]:
