@@ -80,11 +80,17 @@ def _laid_out(rows_mWD: torch.Tensor) -> tuple[Array, IntArray, int]:
         rows_mWD = rows_mWD.contiguous()
     *turns, workers, dim = rows_mWD.shape
     *strides, worker, _ = rows_mWD.stride()
+    starts_m = _starts(tuple(turns), tuple(strides))
+    flat: Array = rows_mWD.as_strided((int(starts_m[-1]) + (workers - 1) * worker + dim,), (1,)).numpy()
+    return flat, starts_m, worker
+
+
+@functools.lru_cache(maxsize=16)  # from step to step it is the same
+def _starts(turns: tuple[int, ...], strides: tuple[int, ...]) -> IntArray:
     starts_m = np.arange(turns[-1]) * strides[-1]
     if len(turns) == 2:
         starts_m = np.add.outer(np.arange(turns[0]) * strides[0], starts_m).reshape(-1)
-    flat: Array = rows_mWD.as_strided((int(starts_m[-1]) + (workers - 1) * worker + dim,), (1,)).numpy()
-    return flat, starts_m, worker
+    return starts_m
 
 
 # Sums may be reordered (that is what makes them fast), but NaN must stay NaN: hence not all of numba's `fastmath`.
