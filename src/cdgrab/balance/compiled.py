@@ -95,14 +95,14 @@ def _starts(turns: tuple[int, ...], strides: tuple[int, ...]) -> IntArray:
 
 # Sums may be reordered (that is what makes them fast), but NaN must stay NaN: hence not all of numba's `fastmath`.
 # Infinite or NaN is asked as `not x < inf`, because isfinite() is written as x - x, which reordering folds away.
-_REORDER = {"reassoc", "contract", "nsz", "arcp"}
+REORDER = {"reassoc", "contract", "nsz", "arcp"}
 
 
 @functools.cache
 def _block_kernel() -> Callable[..., None]:
     import numba
 
-    @numba.njit(nogil=True, fastmath=_REORDER)
+    @numba.njit(nogil=True, fastmath=REORDER)
     def kernel(rows, running_sum, thresholds, decided):  # type: ignore[no-untyped-def]
         for k in range(rows.shape[0]):
             s = b2 = running_sum.dtype.type(0)
@@ -126,7 +126,7 @@ def _difference_kernel(parallel: bool) -> Callable[..., None]:
 
     span = numba.prange if parallel else range
 
-    @numba.njit(parallel=parallel, nogil=True, fastmath=_REORDER)
+    @numba.njit(parallel=parallel, nogil=True, fastmath=REORDER)
     def kernel(  # type: ignore[no-untyped-def]
         rows, rows_starts, minus, minus_starts, sizes, scratch, running_sum, thresholds, decided
     ):
@@ -200,7 +200,7 @@ def difference_table(first_KD: Array, second_KD: Array, running_sum_D: Array) ->
 def _table_kernel() -> Callable[..., None]:
     import numba
 
-    @numba.njit(nogil=True, fastmath=_REORDER)
+    @numba.njit(nogil=True, fastmath=REORDER)
     def kernel(first, second, running_sum, table):  # type: ignore[no-untyped-def]
         zero = running_sum.dtype.type(0)
         num_rows, dim = first.shape

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from cdgrab.balance.compiled import REORDER
+
 STEPS = 6  # written out below, for that is what makes it fast
 
 
@@ -32,7 +34,7 @@ def write_rows(layers: list[tuple[Tensor, Tensor]], rows_ND: Tensor, mean_D: Ten
 def _kernel() -> Callable[..., None]:
     import numba
 
-    compiled: Any = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
+    compiled: Any = numba.njit(nogil=True, fastmath=REORDER)
 
     @compiled
     def layer(a, b, n, row):  # type: ignore[no-untyped-def]
