@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 _FEW_ROWS = 16  # up to here every pair of rows has an accumulator of its own
+_LEAST_ROWS = 8  # up to here these leave registers for other kernels
 _PROGRAMS = 528  # four for each multiprocessor of a large GPU
 _STEP_COLUMNS = 256
 _BLOCK = 64
@@ -47,12 +48,16 @@ class Rows(NamedTuple):
 def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor, *, in_place: bool) -> Tensor:
     """As `tables.table`; `in_place` puts the differences in the place of `rows_KD`."""
     num_rows, dim = rows_KD.shape
-    few = num_rows <= _FEW_ROWS
-    if few:
-        padded, columns, warps = num_rows, 512 if num_rows <= 8 else 256 if num_rows <= 12 else 128, 4
+    few, programs, stages = num_rows <= _FEW_ROWS, _PROGRAMS, 1
+    if num_rows <= _LEAST_ROWS:
+        # One program for each multiprocessor, with columns to come on their way: as fast as many programs, and matrix
+        # products that run beside it find room.
+        padded, columns, warps, stages, programs = num_rows, 256, 8, 3, _PROGRAMS // 4
+    elif few:
+        padded, columns, warps = num_rows, 256 if num_rows <= 12 else 128, 4
     else:
         padded, columns, warps = triton.next_power_of_2(num_rows), 32, 2
-    width = math.ceil(dim / (_PROGRAMS * columns)) * columns
+    width = math.ceil(dim / (programs * columns)) * columns
     programs = math.ceil(dim / width)
     partial_PKK1 = rows_KD.new_empty(programs, num_rows, num_rows + 1)
     minus = rows_KD if minus_KD is None else minus_KD
@@ -72,8 +77,7 @@ def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor, *, in
         SUBTRACT=minus_KD is not None,
         IN_PLACE=in_place,
         num_warps=warps,
-        num_stages=3 if few else 1,
-        **({} if few else {"PRECISION": _precision(rows_KD.device)}),
+        **({"STAGES": stages} if few else {"num_stages": 1, "PRECISION": _precision(rows_KD.device)}),
     )
     return partial_PKK1.sum(0, dtype=torch.float64)
 
@@ -191,6 +195,7 @@ def _few_rows(
     COLUMNS: tl.constexpr,
     SUBTRACT: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Every program takes `width` columns. A thread keeps all its products in registers until the end."""
     program = tl.program_id(0).to(tl.int64)
@@ -199,7 +204,7 @@ def _few_rows(
     products = ()
     for _ in tl.static_range(ROWS * (ROWS + 1) // 2 + ROWS):
         products = products + (tl.zeros([COLUMNS], tl.float32),)
-    for start in range(begin, end, COLUMNS):
+    for start in tl.range(begin, end, COLUMNS, num_stages=STAGES):
         column = start + tl.arange(0, COLUMNS)
         inside = column < end
         r = tl.load(running_sum + column, mask=inside, other=0.0)
