@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 _FEW_ROWS = 16  # up to here every pair of rows has an accumulator of its own
-_LEAST_ROWS = 8  # up to here these leave registers for other kernels
+_LEAST_ROWS = 8  # up to here they leave registers for other kernels
 _PROGRAMS = 528  # four for each multiprocessor of a large GPU
 _STEP_COLUMNS = 256
 _BLOCK = 64
@@ -50,9 +50,11 @@ def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor, *, in
     num_rows, dim = rows_KD.shape
     few, programs, stages = num_rows <= _FEW_ROWS, _PROGRAMS, 1
     if num_rows <= _LEAST_ROWS:
-        # One program for each multiprocessor, with columns to come on their way: as fast as many programs, and matrix
-        # products that run beside it find room.
-        padded, columns, warps, stages, programs = num_rows, 256, 8, 3, _PROGRAMS // 4
+        # Few programs, with the columns to come on their way: nearly as fast as many, and matrix products that run
+        # beside them find room. Eight rows and as many to subtract take one for each multiprocessor; fewer take more,
+        # so that as many numbers are on their way.
+        padded, columns, warps, stages = num_rows, 256, 8, 3
+        programs = 4 * _PROGRAMS // (num_rows if minus_KD is None else 2 * num_rows)
     elif few:
         padded, columns, warps = num_rows, 256 if num_rows <= 12 else 128, 4
     else:
