@@ -77,7 +77,7 @@ def write(name: str, title: str, body: str, data: str = "Random data") -> Path:
     # Where data lie is nobody else's business.
     arguments = ["DIR" if before == "--data" else this for before, this in itertools.pairwise(sys.argv)]
     how = (
-        f"Command: `{' '.join(['python -m', module, *arguments])}`. {hardware()}, {torch.get_num_threads()} used. "
+        f"Command: `{' '.join(['python -m', module, *arguments])}`. {hardware()}, {torch.get_num_threads()} threads. "
         f"cdgrab {cdgrab.__version__}, torch {torch.__version__}, numpy {np.__version__}, "
         f"Python {platform.python_version()}. {date.today().isoformat()}. Seed 0. {data}."
     )

@@ -1,7 +1,7 @@
 """Who takes part in training: rank and size as plain data.
 
-Every other module is handed a `World` and never asks `torch.distributed` itself, so hundreds of ranks are
-tested without starting one process.
+Whatever decides an order is handed a `World` and never asks `torch.distributed` itself, so hundreds of ranks are
+tested without starting one process. Only what talks to other ranks asks its process group.
 """
 
 from __future__ import annotations

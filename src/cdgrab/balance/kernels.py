@@ -52,9 +52,9 @@ def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor, *, in
     if num_rows <= _LEAST_ROWS:
         # Few programs, with the columns to come on their way: nearly as fast as many, and matrix products that run
         # beside them find room. Eight rows and as many to subtract take one for each multiprocessor; fewer take more,
-        # so that as many numbers are on their way.
+        # so that as many numbers are on their way, and so do rows that keep a GPU busy by themselves.
         padded, columns, warps, stages = num_rows, 256, 8, 3
-        programs = 4 * _PROGRAMS // (num_rows if minus_KD is None else 2 * num_rows)
+        programs = max(4 * _PROGRAMS // (num_rows if minus_KD is None else 2 * num_rows), dim >> 16)
     elif few:
         padded, columns, warps = num_rows, 256 if num_rows <= 12 else 128, 4
     else:

@@ -27,7 +27,7 @@ NAMES = [*EXPERIMENTS, "all"]
 
 def verify(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(NAMES)}.")],
-    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: a minute instead of twenty.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: a minute instead of fifteen.")] = False,
     out: Annotated[Path, typer.Option(help="Where figures and tables go.")] = Path("results/theory"),
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if a measurement lies outside theory.")] = False,
 ) -> None:

@@ -88,14 +88,15 @@ def test_gradients_in_closed_form_equal_automatic_differentiation(name: str, var
 
 @pytest.mark.skipif(not compiled.available(), reason="numba is not installed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num", [1, 2, 5])
 def test_compiled_rows_are_those_of_products(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = make("m4", tmp_path)
     assert problem.gradient is not None
     problem.model.to(dtype)
-    batch = tuple(part[:5].to(dtype) for part in problem.train)
-    found, expected = (torch.full((5, dim(problem.model)), torch.nan, dtype=dtype) for _ in range(2))
+    batch = tuple(part[:num].to(dtype) for part in problem.train)
+    found, expected = (torch.full((num, dim(problem.model)), torch.nan, dtype=dtype) for _ in range(2))
     mean = problem.gradient(problem.model, *batch, rows=found)
     monkeypatch.setattr(compiled, "available", lambda: False)
     expected_mean = problem.gradient(problem.model, *batch, rows=expected)

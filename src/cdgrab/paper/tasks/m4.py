@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +47,7 @@ def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y)
 
 
-@dataclass(frozen=True)
-class _Pass:
+class _Pass(NamedTuple):
     """A forward and a backward pass of all windows, through their own predictions, by hand.
 
     It takes half of what automatic differentiation takes: nothing is recorded on the way.
@@ -88,13 +87,8 @@ def gradient(model: Autoregressive, x: Tensor, y: Tensor, rows: Tensor | None = 
     """Of all windows, one product for every weight; of each of them, a batched one, or a compiled loop on a CPU."""
     done, steps = _passed(model, x, y), y.shape[1]
     if rows is not None and _takes_compiled(rows, steps):
-        layers = [
-            (done.values.unfold(1, INPUTS, 1)[:, :steps].transpose(0, 1).contiguous(), done.d_first_TNh),
-            (done.first_TNh, done.d_second_TNh),
-            (done.second_TNh, done.d_out_NT.T.contiguous()[:, :, None]),
-        ]
-        mean = torch.empty_like(rows[0])
-        m4_compiled.write_rows(layers, rows, mean)
+        mean = rows.new_empty(rows.shape[1])
+        m4_compiled.write_rows(done, rows, mean)
         return mean
     # Copied: products of overlapping windows would take four times as long.
     windows = done.values.unfold(1, INPUTS, 1)[:, :steps].contiguous()
