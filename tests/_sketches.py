@@ -22,8 +22,9 @@ def listen(ordering: Ordering, model: nn.Module, *, replays: bool, **how: Any) -
     found: list[Tensor] = []
 
     def consume(records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:  # noqa: ARG001
-        found.append(attachment.sketcher(records, ordering.epoch))
-        ordering._observe(found[-1])
+        rows = attachment.sketcher(records, ordering.epoch)
+        found.append(rows.clone())
+        ordering._observe(rows)
 
     attachment.consume = consume
     return found
@@ -34,12 +35,13 @@ def sketches(
     *,
     replays: bool,
     device: str = "cpu",
+    dtype: torch.dtype = torch.float64,
     epochs: int = 8,
     before: Callable[[nn.Module, int], None] = lambda model, step: None,
 ) -> tuple[list[Tensor], int]:
     """Rows of all batches, a short one in each epoch, with new projections after the sixth; and how many recordings
     there are at the end."""
-    model, x, y = build(name, 26)
+    model, x, y = build(name, 26, dtype)
     model, x, y = model.to(device), x.to(device), y.to(device)
     ordering = Ordering(len(x), batch_size=6, unit_size=1, world=World.simulated(3), seed=1)
     found = listen(ordering, model, replays=replays, length=60)

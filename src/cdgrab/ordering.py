@@ -428,8 +428,16 @@ class Ordering:
 
     def _examples_due(self) -> int:
         """How many examples the batch under way has, if units are single examples."""
-        turns = min(self._turns_per_batch, self._units.num_slots - self._progress.turns)
-        return turns * len(self.world.local_workers)
+        held = getattr(self._attachment, "held", None)
+        done = self._progress.turns + (0 if held is None else held.steps * self._turns_per_batch)
+        return min(self._turns_per_batch, self._units.num_slots - done) * len(self.world.local_workers)
+
+    def _steps_together(self, rows_ND: Tensor) -> int:
+        """Of how many steps rows like these had better come together."""
+        alone = self.world.one_process or self.world.size == 1
+        if not (rows_ND.is_cuda and alone and isinstance(self._sorter, SignSorter)):
+            return 1
+        return self._sorter.turns_together(rows_ND) // self._turns_per_batch
 
     def _observe_records(self, records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:
         with self._timed():

@@ -193,14 +193,19 @@ class SignSorter:
             self._tiled = np.tile(self._workers, turns)
         return self._tiled
 
+    def turns_together(self, rows: Tensor) -> int:
+        """How many turns of rows like these are balanced together, if they come one by one."""
+        num_workers, dim = len(self._workers), rows.shape[-1]
+        if self._block is not None:
+            return max(1, self._block // num_workers)
+        if dim >= _LONG_ROW:
+            return 1
+        return max(2, min(_WAITING_TURNS, _WAITING_NUMBERS // (num_workers * dim)) // 2 * 2)
+
     def _make_room(self, rows_bWD: Tensor) -> None:
         _, num_workers, dim = rows_bWD.shape
         if self._waiting_TWD.shape[2] != dim:
-            if self._block is None:
-                turns = max(2, min(_WAITING_TURNS, _WAITING_NUMBERS // (num_workers * dim)) // 2 * 2)
-            else:
-                turns = max(1, self._block // num_workers)
-            self._waiting_TWD = rows_bWD.new_zeros(turns, num_workers, dim)
+            self._waiting_TWD = rows_bWD.new_zeros(self.turns_together(rows_bWD), num_workers, dim)
 
     def state_dict(self) -> dict[str, Any]:
         return {

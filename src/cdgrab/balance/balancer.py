@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cdgrab.balance import compiled, tables
+from cdgrab.balance.recorded import RecordedBlocks
 from cdgrab.balance.rules import FloatArray, Rule
 from cdgrab.balance.tally import Tally
 from cdgrab.order.fill import SignArray
@@ -39,6 +40,7 @@ class Balancer:
     running_sum: Tensor = field(default_factory=lambda: torch.zeros(0))
     tally: Tally = field(default_factory=Tally)
     scratch: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    _blocks: RecordedBlocks = field(default_factory=RecordedBlocks)
 
     def start_epoch(self, epoch: int, num_rows: int) -> None:
         """Begin at a running sum of zero."""
@@ -76,7 +78,7 @@ class Balancer:
             late = [part for part in signs if isinstance(part, Tensor)]
             return torch.cat(late) if late else np.concatenate(signs)
         self._make_room(rows_mWD)
-        decided_4N = tables.balance_blocks(rows_mWD, minus_mWD, self.running_sum, self.rule)
+        decided_4N = self._blocks(rows_mWD, minus_mWD, self.running_sum, self.rule)
         self.tally.add_decided(decided_4N)
         return decided_4N[0]
 

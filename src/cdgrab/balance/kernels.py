@@ -79,7 +79,7 @@ def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor, *, in
         SUBTRACT=minus_KD is not None,
         IN_PLACE=in_place,
         num_warps=warps,
-        **({"STAGES": stages} if few else {"num_stages": 1, "PRECISION": _precision(rows_KD.device)}),
+        **({"STAGES": stages} if few else {"num_stages": 1, "PRECISION": precision(rows_KD.device)}),
     )
     return partial_PKK1.sum(0, dtype=torch.float64)
 
@@ -120,7 +120,7 @@ def balance_blocks(rows: Rows, minus: Rows, running_sum_D: Tensor, thresholds_N:
         width,
         ROWS=_BLOCK,
         COLUMNS=columns,
-        PRECISION=_precision(device),
+        PRECISION=precision(device),
         num_warps=4,
         num_stages=1,
     )
@@ -173,7 +173,7 @@ def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, wei
 
 
 @functools.cache
-def _precision(device: torch.device) -> str:
+def precision(device: torch.device) -> str:
     """How Gram matrices are multiplied.
 
     Tensor cores multiply numbers that were split in three parts ("tf32x3"): as exact as single precision (3.5e-7 of the

@@ -77,12 +77,12 @@ def decide(table_KK1: Tensor, rule: Rule) -> Tensor:
     thresholds_K = rule.thresholds(len(table_KK1), lambda: _finite(lengths_K.cpu().numpy()))
     if table_KK1.device.type == "cpu":
         return torch.from_numpy(_decide_here(table_KK1.numpy(), thresholds_K))
-    thresholds = _on_device(thresholds_K, table_KK1.device)
+    limits_K = _on_device(thresholds_K, table_KK1.device)
     if _has_triton():
         from cdgrab.balance import kernels
 
-        return kernels.decide(table_KK1, thresholds)
-    return decide_there(table_KK1, thresholds)
+        return kernels.decide(table_KK1, limits_K)
+    return decide_there(table_KK1, limits_K)
 
 
 def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, weights_K: Tensor) -> None:
@@ -111,12 +111,17 @@ def balance_blocks(rows_mWD: Tensor, minus_mWD: Tensor, running_sum_D: Tensor, r
     """
     from cdgrab.balance import kernels
 
-    count = rows_mWD.shape[0] * rows_mWD.shape[1]
+    limits_N = thresholds(rows_mWD, minus_mWD, rule)
+    return kernels.balance_blocks(kernels.Rows.of(rows_mWD), kernels.Rows.of(minus_mWD), running_sum_D, limits_N)
+
+
+def thresholds(rows_mWD: Tensor, minus_mWD: Tensor, rule: Rule) -> Tensor:
+    """Of the rows `rows - minus`, where they are."""
     thresholds_N = rule.thresholds(
-        count, lambda: _finite((rows_mWD - minus_mWD).square().sum(-1).flatten().double().cpu().numpy())
+        rows_mWD.shape[0] * rows_mWD.shape[1],
+        lambda: _finite((rows_mWD - minus_mWD).square().sum(-1).flatten().double().cpu().numpy()),
     )
-    thresholds = _on_device(thresholds_N, running_sum_D.device)
-    return kernels.balance_blocks(kernels.Rows.of(rows_mWD), kernels.Rows.of(minus_mWD), running_sum_D, thresholds)
+    return _on_device(thresholds_N, rows_mWD.device)
 
 
 def decide_there(table_KK1: Tensor, thresholds_K: Tensor) -> Tensor:
@@ -173,9 +178,14 @@ def _has_triton() -> bool:
     return (int(major), int(minor)) >= (3, 3)
 
 
+def has_kernels(*tensors: Tensor) -> bool:
+    """Whether there are kernels for what these tensors hold, laid out in any way."""
+    return all(t.is_cuda and t.dtype == torch.float32 for t in tensors) and _has_triton()
+
+
 def takes_triton(*tensors: Tensor) -> bool:
-    """Whether kernels can take what these tensors hold."""
-    return all(t.is_cuda and t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors) and _has_triton()
+    """Whether kernels can take these tensors as they lie."""
+    return all(t.stride(-1) == 1 for t in tensors) and has_kernels(*tensors)
 
 
 def _triton(rows_KD: Tensor, minus_KD: Tensor | None) -> bool:

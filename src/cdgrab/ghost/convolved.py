@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cdgrab.ghost.outer import outer_sums
 from cdgrab.ghost.records import MOST_NUMBERS_ON_GPU, Matrix, Rows
 
 _CACHED = 1 << 19  # numbers that a CPU keeps at hand
@@ -64,8 +65,8 @@ class Convolved:
     def rows(self) -> Tensor:
         return self.compact().rows()
 
-    def projected(self, patch_kp: Tensor, channel_lq: Tensor | None) -> Tensor:
-        """`N x l x k`: rows as matrices `q x p`, projected from both sides; from the left not at all without `channel`.
+    def projected(self, patch_kp: Tensor, channel_mq: Tensor | None) -> Tensor:
+        """`N x m x k`: rows as matrices `q x p`, projected from both sides; from the left not at all without `channel`.
 
         A patch times a direction is what a convolution does, so no patch is ever copied.
         """
@@ -74,8 +75,7 @@ class Convolved:
         a_NkT = F.conv2d(
             self.x, filters, stride=geometry.stride, padding=geometry.padding, dilation=geometry.dilation
         ).flatten(2)
-        b_NqT = self.grad.flatten(2)
-        return (b_NqT if channel_lq is None else channel_lq @ b_NqT) @ a_NkT.mT
+        return outer_sums(self.grad.flatten(2).mT, channel_mq, a_NkT.mT, None)
 
     def products(self, r: Tensor) -> tuple[Tensor, Tensor]:
         return self.compact().products(r)

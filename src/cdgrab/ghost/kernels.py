@@ -1,7 +1,10 @@
-"""A Triton kernel for gradients of tables (embeddings), as rows on a GPU.
+"""Triton kernels for gradients of single examples on a GPU: rows of tables (embeddings), and short rows.
 
 An example looks a token up once or several times; what belongs to one entry of the table is added up by one program, in
 the order of positions, so that a run can be repeated bit for bit. PyTorch's own way to that sorts all indices first.
+
+A short row is a sum of outer products of projected vectors. What is projected never leaves the chip, and no library for
+matrix products is called, which would take 32 MiB for itself in every recording.
 """
 
 # The inside of a kernel is Triton's language, which only looks like Python to a type checker.
@@ -9,11 +12,16 @@ the order of positions, so that a run can be repeated bit for bit. PyTorch's own
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from cdgrab.balance.kernels import precision
+
 _COLUMNS = 128
+_MOST_PROGRAMS = 528  # four for each multiprocessor of a large GPU
 
 
 def add_lookups(index_NT: Tensor, b_NTq: Tensor, place_ND: Tensor, strides: tuple[int, int]) -> None:
@@ -34,6 +42,138 @@ def add_lookups(index_NT: Tensor, b_NTq: Tensor, place_ND: Tensor, strides: tupl
         COLUMNS=_COLUMNS,
         num_warps=1,
     )
+
+
+def outer_sums(b_NTq: Tensor, left_mq: Tensor | None, a_NTp: Tensor, right_kp: Tensor | None) -> Tensor:
+    """`N x m x k`: `sum_t outer(left @ b_t, right @ a_t)`. Without a projection a side is taken as it is."""
+    num, positions, _ = a_NTp.shape
+    m, k = (
+        vectors.shape[2] if projection is None else len(projection)
+        for vectors, projection in ((b_NTq, left_mq), (a_NTp, right_kp))
+    )
+    alone = positions == 1
+    tile = min(64, max(16, triton.next_power_of_2(positions)))
+    # Programs for parts of the positions, if there are too few examples.
+    parts = 1 if alone else max(1, min(math.ceil(positions / tile), _MOST_PROGRAMS // num))
+    length = math.ceil(positions / parts / tile) * tile
+    parts = math.ceil(positions / length)
+    out_SNmk = a_NTp.new_empty(parts, num, m, k)
+    _outer_sums[(triton.cdiv(num, tile) if alone else num, parts)](
+        b_NTq,
+        b_NTq if left_mq is None else left_mq.contiguous(),
+        a_NTp,
+        a_NTp if right_kp is None else right_kp.contiguous(),
+        out_SNmk,
+        num,
+        positions,
+        length,
+        b_NTq.shape[2],
+        a_NTp.shape[2],
+        m,
+        k,
+        *b_NTq.stride(),
+        *a_NTp.stride(),
+        LEFT=left_mq is not None,
+        RIGHT=right_kp is not None,
+        ALONE=alone,
+        TILE=tile,
+        M=max(16, triton.next_power_of_2(m)),
+        K=max(16, triton.next_power_of_2(k)),
+        COLUMNS=64,
+        PRECISION=precision(a_NTp.device),
+        num_warps=4,
+        num_stages=4,  # of columns on their way
+    )
+    return out_SNmk[0] if parts == 1 else out_SNmk.sum(0)
+
+
+@triton.jit
+def _outer_sums(
+    b,
+    left,
+    a,
+    right,
+    out,
+    num,
+    positions,
+    length,
+    q,
+    p,
+    m,
+    k,
+    b_example,
+    b_position,
+    b_column,
+    a_example,
+    a_position,
+    a_column,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    ALONE: tl.constexpr,
+    TILE: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A program takes `length` positions of an example; of a single position each, some examples."""
+    program = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1).to(tl.int64)
+    i, j = tl.arange(0, M), tl.arange(0, K)
+    if ALONE:
+        example = program * TILE + tl.arange(0, TILE)
+        inside = example < num
+        b_TM = _projected(b + example * b_example, left, q, m, inside, b_column, LEFT, TILE, M, COLUMNS, PRECISION)
+        a_TK = _projected(a + example * a_example, right, p, k, inside, a_column, RIGHT, TILE, K, COLUMNS, PRECISION)
+        place = out + (example[:, None, None] * m + i[None, :, None]) * k + j[None, None, :]
+        there = inside[:, None, None] & (i < m)[None, :, None] & (j < k)[None, None, :]
+        tl.store(place, b_TM[:, :, None] * a_TK[:, None, :], mask=there)
+    else:
+        total_MK = tl.zeros([M, K], tl.float32)
+        for start in range(part * length, tl.minimum((part + 1) * length, positions), TILE):
+            t = start + tl.arange(0, TILE)
+            inside = t < positions
+            here = b + program * b_example + t * b_position
+            b_TM = _projected(here, left, q, m, inside, b_column, LEFT, TILE, M, COLUMNS, PRECISION)
+            here = a + program * a_example + t * a_position
+            a_TK = _projected(here, right, p, k, inside, a_column, RIGHT, TILE, K, COLUMNS, PRECISION)
+            total_MK += tl.dot(tl.trans(b_TM), a_TK, input_precision=PRECISION)
+        place = out + ((part * num + program) * m + i[:, None]) * k + j[None, :]
+        tl.store(place, total_MK, mask=(i < m)[:, None] & (j < k)[None, :])
+
+
+@triton.jit
+def _projected(
+    rows,
+    projection,
+    width,
+    count,
+    inside,
+    column_stride,
+    PROJECT: tl.constexpr,
+    TILE: tl.constexpr,
+    COUNT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`TILE x COUNT`: some vectors, shortened."""
+    j = tl.arange(0, COUNT)
+    if PROJECT:
+        short = tl.zeros([TILE, COUNT], tl.float32)
+        for start in range(0, width, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            there = column < width
+            x = tl.load(
+                rows[:, None] + column[None, :] * column_stride, mask=inside[:, None] & there[None, :], other=0.0
+            )
+            directions = tl.load(
+                projection + j[None, :] * width + column[:, None], mask=there[:, None] & (j < count)[None, :], other=0.0
+            )
+            short += tl.dot(x, directions, input_precision=PRECISION)
+        return short
+    else:
+        mask = inside[:, None] & (j < count)[None, :]
+        return tl.load(rows[:, None] + j[None, :] * column_stride, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from cdgrab.ghost.attention import attends
 from cdgrab.ghost.attention import run_again as run_attention_again
 from cdgrab.ghost.convolved import Convolved, Geometry, patches
-from cdgrab.ghost.records import Lookup, Matrix, Record, Rows, by_example
+from cdgrab.ghost.records import Lookup, Matrix, Record, Rows, Summed, by_example
 from cdgrab.ghost.recurrent import Opened, opens
 from cdgrab.ghost.recurrent import run_again as run_recurrent_again
 
@@ -191,13 +191,13 @@ def _initial_state(module: nn.RNNBase, x: Tensor) -> Any:
 
 
 def _bias(module: Any, b_NTq: Tensor) -> Records:
-    return {} if module.bias is None else {"bias": Rows(b_NTq.sum(1))}
+    return {} if module.bias is None else {"bias": Summed(b_NTq)}
 
 
 def _scale_and_shift(scaled: Tensor, grad: Tensor, numel: int, num: int) -> Records:
     return {
-        "weight": Rows(scaled.reshape(num, -1, numel).sum(1)),
-        "bias": Rows(grad.reshape(num, -1, numel).sum(1)),
+        "weight": Summed(scaled.reshape(num, -1, numel)),
+        "bias": Summed(grad.reshape(num, -1, numel)),
     }
 
 

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cdgrab.ghost.graphs import at_home, copy_all, recording
 from cdgrab.ghost.records import Lookup, Record, subtracted
+from cdgrab.graphs import at_home, copy_all, recording
 
 Batch = dict[str, Record]  # by the name of the parameter
 
@@ -88,22 +88,20 @@ class ReplayedPairs:
         self.first, self.second = _copied(first), _copied(second)
         self._signature = _signature(first)
         self._graphs: list[tuple[torch.cuda.CUDAGraph, Tensor, torch.cuda.CUDAGraph, Tensor]] = []
-        device = next(iter(running_sum.values())).device
-        # Whatever happens while recording, the stream that was current is current again afterwards.
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
-            self._record(running_sum, torch.cuda.Stream(device))
+        self._record(running_sum)
 
-    def _record(self, running_sum: dict[str, Tensor], stream: torch.cuda.Stream) -> None:
+    def _record(self, running_sum: dict[str, Tensor]) -> None:
+        device = next(iter(running_sum.values())).device
         pairs: Pairs | None = None
         pool = torch.cuda.graph_pool_handle()
         while pairs is None or len(self._graphs) < len(pairs):
             tables, adds = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with recording(tables, stream, pool):
+            with recording(tables, device, pool):
                 if pairs is None:
                     pairs = Pairs(difference(self.first, self.second), running_sum)
                 table_KK1 = pairs.table(len(self._graphs))
             weights_K = torch.zeros_like(table_KK1[:, 0])
-            with recording(adds, stream, pool):
+            with recording(adds, device, pool):
                 pairs.add(len(self._graphs), weights_K)
             self._graphs.append((tables, table_KK1, adds, weights_K))
 

@@ -8,7 +8,8 @@ Three forms cover every layer:
     Lookup   the same for an embedding, whose `a` says which row of the table was used
     Rows     the gradients themselves, where they are small, or where there is no other way
 
-Convolutions (`convolved.py`) have a form of their own, until it is known what is wanted of them.
+Convolutions (`convolved.py`) have a form of their own, and so have sums (`Summed`), until it is known what is wanted of
+them.
 A difference of two gradients has the factors of both (`Pair`).
 
 Shapes: `N` examples, `T` positions, `p` inputs, `q` outputs of a layer.
@@ -90,6 +91,38 @@ class Rows:
 
     def add_to(self, r: Tensor, weights_N: Tensor) -> None:
         r.view(-1).addmv_(_kept(self.rows_ND, weights_N).T, weights_N)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Gradients that are sums over positions, as those of biases and norms."""
+
+    vectors_NTp: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.vectors_NTp,)
+
+    def like(self, tensors: tuple[Tensor, ...]) -> Summed:
+        return Summed(*tensors)
+
+    def negated(self) -> Summed:
+        return Summed(-self.vectors_NTp)
+
+    def scaled(self, factor: float) -> Summed:
+        return Summed(self.vectors_NTp * factor)
+
+    def rows(self) -> Tensor:
+        return self.vectors_NTp.sum(1)
+
+    def compact(self) -> Rows:
+        return Rows(self.rows())
+
+    def products(self, r: Tensor) -> tuple[Tensor, Tensor]:
+        return self.compact().products(r)
+
+    def add_to(self, r: Tensor, weights_N: Tensor) -> None:
+        self.compact().add_to(r, weights_N)
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,26 @@ would get nearly all of them. What fits is kept as it is.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cdgrab.balance.tables import has_kernels
 from cdgrab.ghost.convolved import Convolved
-from cdgrab.ghost.records import Lookup, Matrix, Record
+from cdgrab.ghost.outer import outer_sums, shortened
+from cdgrab.ghost.records import Lookup, Matrix, Record, Summed
 from cdgrab.units import generator
 
 Side = tuple[str, str]  # parameter, and "a" or "b"
+
+
+class Joined(NamedTuple):
+    """Parts of rows, side by side."""
+
+    rows_ND: Tensor
+    names: tuple[str, ...]  # of their parameters
 
 
 class Sketcher:
@@ -56,18 +65,37 @@ class Sketcher:
         self._projections: dict[Side, Tensor] = {}
         self._moments: dict[Side, Tensor] = {}
         self.parts: dict[str, Tensor] = {}  # of the rows of the batch under way, by parameter
+        self._pieces: list[Joined] = []  # likewise, side by side
+        self._columns: dict[tuple[str, ...], Tensor] = {}  # where those of rows are in pieces of these parameters
         self.version = 0  # counts how often projections have been replaced
 
     def __call__(self, records: dict[str, Record], epoch: int) -> Tensor:
         """Rows of a batch that belongs to `epoch`, from what has been taken of it and the rest, `records`."""
         self.take_late({name: [record] for name, record in records.items()}, epoch)
-        taken, self.parts = self.parts, {}
-        like = next(iter(taken.values()))
-        parts = [
-            taken[name] if name in taken else like.new_zeros(len(like), math.prod(self._sizes(name)))
+        parts, self.parts = self.parts, {}
+        pieces, self._pieces = self._pieces, []
+        names = tuple(name for piece in pieces for name in piece.names)
+        if not parts and len(names) == len(self._shapes) == len(set(names)):
+            rows_ND = pieces[0].rows_ND if len(pieces) == 1 else torch.cat([piece.rows_ND for piece in pieces], dim=1)
+            return rows_ND if names == tuple(self._shapes) else rows_ND[:, self._columns_of(names, rows_ND.device)]
+        for piece in pieces:
+            for name, part_Nk in zip(piece.names, piece.rows_ND.split(self._widths(piece.names), 1), strict=True):
+                _add(parts, name, part_Nk)
+        like = next(iter(parts.values()))
+        whole = [
+            parts[name] if name in parts else like.new_zeros(len(like), math.prod(self._sizes(name)))
             for name in self._shapes
         ]
-        return torch.cat(parts, dim=1)
+        return torch.cat(whole, dim=1)
+
+    def add_piece(self, piece: Joined) -> None:
+        """To the rows of the batch under way; it must not change until they are asked for."""
+        self._pieces.append(piece)
+
+    def joined(self, parts: dict[str, Tensor]) -> Joined:
+        """Parts of rows as a piece of them."""
+        names = tuple(name for name in self._shapes if name in parts)
+        return Joined(torch.cat([parts[name] for name in names], dim=1), names)
 
     def take(self, name: str, record: Record, epoch: int) -> bool:
         """Shorten a record of the batch under way, as soon as it is there; nothing of it need be kept then.
@@ -95,6 +123,7 @@ class Sketcher:
     def drop(self) -> None:
         """The batch under way broke off."""
         self.parts.clear()
+        self._pieces.clear()
 
     def begin(self, epoch: int, like: Tensor) -> bool:
         """Go on to `epoch`, if it is another one, with `like` for the device and type of projections.
@@ -119,44 +148,62 @@ class Sketcher:
         return self._fitted and self._epoch % self._refresh == 0
 
     def _add(self, name: str, record: Record) -> None:
-        short_Nk = self._short(name, record, self._gathering)
-        self.parts[name] = self.parts[name] + short_Nk if name in self.parts else short_Nk
+        _add(self.parts, name, self._short(name, record, self._gathering))
 
     def _short(self, name: str, record: Record, gathering: bool) -> Tensor:
         sizes, (q, p) = self._sizes(name), self._sides(name)
         if math.prod(sizes) == self._shapes[name].numel():
             return record.rows()
         if isinstance(record, Convolved) and not gathering:
-            channel_kq = None if sizes[0] == q else self._projection((name, "b"), sizes[0], q, record.grad)
-            return record.projected(self._projection((name, "a"), sizes[1], p, record.x), channel_kq).flatten(1)
+            return record.projected(
+                self._projection((name, "a"), sizes[1], p, record.x), self._unless_whole((name, "b"), q, record.grad)
+            ).flatten(1)
+        if isinstance(record, Summed) and not gathering and has_kernels(record.vectors_NTp):
+            vectors_NTp = record.vectors_NTp
+            ones = vectors_NTp.new_ones(1, 1, 1).expand(*vectors_NTp.shape[:2], 1)
+            return outer_sums(ones, None, vectors_NTp, self._unless_whole((name, "a"), p, vectors_NTp)).flatten(1)
         if gathering or not isinstance(record, Matrix):
             record = record.compact()  # directions of rows, where there are rows, are the better ones
         if isinstance(record, Lookup):
             a_NTp = record.b_NTq
-            b_NTk = self._projection((name, "b"), sizes[0], q, a_NTp).T[record.index_NT]
             if gathering:
                 self._gather((name, "a"), a_NTp)
-        elif isinstance(record, Matrix):
-            a_NTp = record.a_NTp
-            b_NTk = self._shortened((name, "b"), record.b_NTq, sizes[0])
+            b_NTk = self._projection((name, "b"), sizes[0], q, a_NTp).T[record.index_NT]
+            return outer_sums(b_NTk, None, a_NTp, self._unless_whole((name, "a"), p, a_NTp)).flatten(1)
+        if isinstance(record, Matrix):
+            a_NTp, b_NTq = record.a_NTp, record.b_NTq
             if gathering:
-                self._gather((name, "b"), record.b_NTq)
+                self._gather((name, "b"), b_NTq)
                 self._gather((name, "a"), a_NTp)
         else:
             rows_Nqp = record.rows().view(-1, q, p)
             if gathering:
                 self._gather((name, "b"), rows_Nqp.mT)
                 self._gather((name, "a"), rows_Nqp)
-            right_Nqk = self._shortened((name, "a"), rows_Nqp, sizes[1])
-            if sizes[0] == q:
-                return right_Nqk.flatten(1)
-            return (self._projection((name, "b"), sizes[0], q, rows_Nqp) @ right_Nqk).flatten(1)
-        return (b_NTk.mT @ self._shortened((name, "a"), a_NTp, sizes[1])).flatten(1)
+            right_Nqk = shortened(rows_Nqp, self._unless_whole((name, "a"), p, rows_Nqp))
+            left_mq = self._unless_whole((name, "b"), q, rows_Nqp)
+            if left_mq is not None:
+                right_Nqk = outer_sums(left_mq.T.expand(len(rows_Nqp), -1, -1), None, right_Nqk, None)
+            return right_Nqk.flatten(1)
+        left, right = self._unless_whole((name, "b"), q, b_NTq), self._unless_whole((name, "a"), p, a_NTp)
+        return outer_sums(b_NTq, left, a_NTp, right).flatten(1)
 
-    def _shortened(self, side: Side, vectors: Tensor, count: int) -> Tensor:
-        """Projected, unless nothing is given up on this side."""
-        width = vectors.shape[-1]
-        return vectors if count == width else vectors @ self._projection(side, count, width, vectors).T
+    def _unless_whole(self, side: Side, width: int, like: Tensor) -> Tensor | None:
+        """The projection of a side of which something is given up."""
+        count = self._sizes(side[0])[side[1] == "a"]
+        return None if count == width else self._projection(side, count, width, like)
+
+    def _widths(self, names: tuple[str, ...]) -> list[int]:
+        return [math.prod(self._sizes(name)) for name in names]
+
+    def _columns_of(self, names: tuple[str, ...], device: torch.device) -> Tensor:
+        columns = self._columns.get(names)
+        if columns is None or columns.device != device:
+            widths = self._widths(names)
+            places = torch.arange(sum(widths)).split(widths)
+            parts = dict(zip(names, places, strict=True))
+            columns = self._columns[names] = torch.cat([parts[name] for name in self._shapes]).to(device)
+        return columns
 
     def _sides(self, name: str) -> tuple[int, int]:
         """A parameter as a matrix; one of a single dimension has one output."""
@@ -235,6 +282,10 @@ class Sketcher:
 
 
 _MOST_FITTED = 4096  # numbers of an input or output gradient whose second moments are gathered
+
+
+def _add(parts: dict[str, Tensor], name: str, part_Nk: Tensor) -> None:
+    parts[name] = parts[name] + part_Nk if name in parts else part_Nk
 
 
 def _shares(shapes: dict[str, torch.Size], length: int) -> dict[str, int]:

@@ -22,6 +22,7 @@ from cdgrab.hooks import Attachment
 from cdgrab.hooks.ddp import DdpAttachment
 from cdgrab.hooks.fsdp import FsdpAttachment, param_groups
 from cdgrab.hooks.ghost import ExampleAttachment
+from cdgrab.hooks.held import HeldRows
 from cdgrab.hooks.module import ModuleAttachment
 
 if TYPE_CHECKING:
@@ -103,10 +104,15 @@ def _attach_examples(
         group = ordering._group if ordering._ranks_meet else None
         sketcher = Sketcher(shapes, length, fitted=fitted, seed=ordering.seed, group=group)
 
-    def observe_rows(records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:
-        ordering._observe(sketcher(records, ordering.epoch) if sketcher else written_out(records, shapes))
+    held = HeldRows(ordering) if sketcher else None
 
-    return ExampleAttachment(ordering, watched, observe_rows, mean=reduction == "mean", sketcher=sketcher)
+    def observe_rows(records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:
+        if sketcher is not None and held is not None:
+            held.add(sketcher(records, ordering._epoch))
+        else:
+            ordering._observe(written_out(records, shapes))
+
+    return ExampleAttachment(ordering, watched, observe_rows, mean=reduction == "mean", sketcher=sketcher, held=held)
 
 
 def _attach_ddp(

@@ -30,8 +30,9 @@ from cdgrab.ghost.plan import (
 )
 from cdgrab.ghost.records import Record, total
 from cdgrab.ghost.recurrent import Opened, called_with, opens
-from cdgrab.ghost.sketch import Sketcher
-from cdgrab.hooks.replayed import MOST_BYTES, Parts, Replays, Seen, recordable
+from cdgrab.ghost.sketch import Joined, Sketcher
+from cdgrab.hooks.held import HeldRows
+from cdgrab.hooks.replayed import Replays, Seen, recordable, room_for
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
@@ -67,6 +68,7 @@ class ExampleAttachment:
         mean: Whether the loss is the mean over the batch. Then gradients of a short batch are scaled down, so that
             they weigh as much as all others.
         sketcher: What `consume` makes rows with, if it does; a part of the state.
+        held: Where `consume` leaves rows that are observed later, if it does.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class ExampleAttachment:
         *,
         mean: bool,
         sketcher: Sketcher | None = None,
+        held: HeldRows | None = None,
     ) -> None:
         self.sketcher = sketcher
+        self.held = held
         self._model = model
         self._ordering = ordering
         self.consume = consume
@@ -94,32 +98,45 @@ class ExampleAttachment:
             if parameter.requires_grad
         }
         self._shapes = {name: parameter.shape for name, parameter in trainable.items()}
+        self._some = next(iter(trainable.values()))
         self._mixing = [(name, m) for name, m in model.named_modules() if isinstance(m, MIXES_EXAMPLES)]
         self._task: int | None = None  # the backward pass that has been queued
         self._differentiating = False
         self._accumulated = False  # whether the pass left gradients in parameters
         self._forwards = self._forwards_before = 0
         self._expected: dict[str, Tensor] | None = {}  # gradients of the first pass, to hold the records against
+        self._found: dict[str, Tensor] = {}  # what the records say they are
         self._records: dict[str, list[Record]] = defaultdict(list)
         self._calls: list[_Call] = []
         self._opened: dict[nn.Module, Opened] = {}
         self.replays = Replays(self._made)
-        self._seen: list[Seen] = []  # of the pass under way, to be looked at when it ends
+        self._seen: list[Seen] = []  # of the pass under way, to be looked at together
         self._bytes = 0  # of these
-        self._first_handles: list[Any] = []  # needed until the first pass has been checked
+        self._room = 0  # bytes, after which they are looked at
+        self._putting_off: torch.device | None = None  # whether layers of the pass are, and where they are
+        self._first_handles: list[tuple[Tensor, Any]] = []  # needed until the first pass has been checked
         self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
         for layer in self._layers:
             self._watch(layer)
         for name, parameter in trainable.items():
-            self._first_handles.append(parameter.register_hook(partial(self._on_parameter, name)))
+            self._first_handles.append((parameter, parameter.register_hook(partial(self._on_parameter, name))))
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_accumulated))
 
     def settle(self) -> None:
-        pass
+        if self.held is not None:
+            self.held.observe()
 
     def detach(self) -> None:
-        for handle in self._handles + self._first_handles:
+        for handle in self._handles:
             handle.remove()
+        self._stop_checking()
+
+    def _stop_checking(self) -> None:
+        for parameter, handle in self._first_handles:
+            handle.remove()
+            if not parameter._backward_hooks:
+                parameter._backward_hooks = None  # an empty dict would be looked into after every backward pass
+        self._first_handles = []
 
     def _before_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not self._differentiating:
@@ -179,14 +196,15 @@ class ExampleAttachment:
             version, shape = x._version, output.shape
 
             def on_grad(grad: Tensor) -> None:
-                self._queue()
+                if torch._C._current_graph_task_id() != self._task:
+                    self._begin(grad)
                 if x._version != version:
                     raise changed_in_place(layer)
-                with torch.no_grad():
-                    seen = Seen(layer, x, grad.reshape(shape))
-                    if self._defers(grad):
-                        self._put_off(seen)
-                    else:
+                seen = Seen.of(layer, x, grad if grad.shape == shape else grad.reshape(shape))
+                if grad.device == self._putting_off:
+                    self._put_off(seen)
+                else:
+                    with torch.no_grad():
                         self._take(seen)
 
             # An operation in place gives a view another history, and the hook would never be called.
@@ -196,18 +214,65 @@ class ExampleAttachment:
         return after
 
     def _queue(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            # If a pass before broke off, what it left is not to be mixed with what comes.
-            self._records.clear()
-            self._calls.clear()
-            self._seen, self._bytes = [], 0
-            self._drop()
-            self._accumulated = False
-            if self._expected is not None:
-                self._expected.clear()
-            self._task = task
-            Variable._execution_engine.queue_callback(self._on_end_of_backward)
+        if torch._C._current_graph_task_id() != self._task:
+            self._begin(None)
+
+    def _begin(self, grad: Tensor | None) -> None:
+        """A pass, with the gradient that came first."""
+        # If a pass before broke off, what it left is not to be mixed with what comes.
+        self._records.clear()
+        self._calls.clear()
+        self._seen, self._bytes = [], 0
+        self._drop()
+        self._accumulated = False
+        if self._expected is not None:
+            self._expected.clear()
+            self._found.clear()
+        self._putting_off = grad.device if grad is not None and self._puts_off(grad) else None
+        if self._putting_off is not None:
+            self.replays.begin([layer.module for layer in self._layers])
+        self._task = torch._C._current_graph_task_id()
+        Variable._execution_engine.queue_callback(self._on_end_of_backward)
+
+    def _puts_off(self, grad: Tensor) -> bool:
+        """Whether layers of a pass are looked at together, to be replayed."""
+        if (
+            self.sketcher is None
+            or not self.replays.possible
+            or self._expected is not None
+            or not self.sketcher.settled(self._ordering._epoch)
+            or not recordable(grad)
+        ):
+            return False
+        self._room = self._room or room_for(grad)
+        return True
+
+    def _put_off(self, seen: Seen) -> None:
+        self._seen.append(seen)
+        self._bytes += seen.x.nbytes + seen.grad.nbytes
+        if self._bytes > self._room:
+            with torch.no_grad(), _full_precision(seen.grad.device):
+                self._look()
+
+    def _look(self) -> None:
+        """At what has been put off."""
+        assert self.sketcher is not None
+        seen, self._seen, self._bytes = self._seen, [], 0
+        changed = next((one for one in seen if one.changed), None)
+        if changed is not None:
+            raise changed_in_place(changed.layer)
+        self.sketcher.add_piece(self.replays(seen, self._ordering._examples_due(), self.sketcher.version))
+
+    def _made(self, seen: list[Seen]) -> Joined:
+        """What the layers of a pass that were put off add to rows."""
+        assert self.sketcher is not None
+        before, self.sketcher.parts = self.sketcher.parts, {}
+        try:
+            for one in seen:
+                self._take(one)
+            return self.sketcher.joined(self.sketcher.parts)
+        finally:
+            self.sketcher.parts = before
 
     def _take(self, seen: Seen) -> None:
         """The records of a known layer."""
@@ -217,38 +282,7 @@ class ExampleAttachment:
         wide = torch.promote_types(grad.dtype, torch.float32)
         inputs = seen.x if not seen.x.is_floating_point() else seen.x.to(wide)
         with _full_precision(grad.device):
-            records = handler(seen.layer.module, inputs, grad.to(wide), num)
-            # The first pass is held against the gradients.
-            self._keep(seen.layer, records, whole=self._expected is not None)
-
-    def _defers(self, grad: Tensor) -> bool:
-        """Whether a pass is looked at when it ends, all at once, to be replayed."""
-        return (
-            self.sketcher is not None
-            and self.replays.possible
-            and recordable(grad)
-            and self._expected is None
-            and self.sketcher.settled(self._ordering.epoch)
-        )
-
-    def _put_off(self, seen: Seen) -> None:
-        self._seen.append(seen)
-        self._bytes += seen.nbytes
-        if self._bytes > MOST_BYTES:
-            self.replays.possible = False
-            self.replays.forget()
-            put_off, self._seen = self._seen, []
-            for one in put_off:
-                self._take(one)
-
-    def _made(self, seen: list[Seen]) -> Parts:
-        """Parts of the rows of a pass that was put off."""
-        assert self.sketcher is not None
-        self.sketcher.drop()  # what a recording that failed may have left
-        for one in seen:
-            self._take(one)
-        parts, self.sketcher.parts = self.sketcher.parts, {}
-        return parts
+            self._keep(seen.layer, handler(seen.layer.module, inputs, grad.to(wide), num), num)
 
     def _drop(self) -> None:
         if self.sketcher is not None:
@@ -260,10 +294,10 @@ class ExampleAttachment:
         check_count(layer, grads, num)
         return num
 
-    def _keep(self, layer: Layer, records: Records, *, whole: bool) -> None:
-        """For the end of the pass; short, if that is what will be wanted, unless they must be `whole`."""
+    def _keep(self, layer: Layer, records: Records, num: int) -> None:
+        """For the end of the pass; short, if that is what will be wanted."""
         # The mean over fewer examples gives each of them more weight.
-        share = self._ordering._examples_due() / self._ordering.batch_size if self._mean else 1.0
+        share = num / self._ordering.batch_size if self._mean else 1.0
         for key, record in records.items():
             parameter = getattr(layer.module, key, None) if "." not in key else layer.module.get_parameter(key)
             if parameter is None or not parameter.requires_grad:
@@ -276,16 +310,24 @@ class ExampleAttachment:
             name = self._names[layer.name, key]
             record = record if share == 1 else record.scaled(share)
             if self.sketcher is None:
-                self._records[name].append(record.compact())
-            elif whole or not self.sketcher.take(name, record, self._ordering.epoch):
+                record = record.compact()
+            if self._expected is not None:
+                self._sum_up(name, record, num, share)
+            if self.sketcher is None or not self.sketcher.take(name, record, self._ordering._epoch):
                 self._records[name].append(record)
+
+    def _sum_up(self, name: str, record: Record, num: int, share: float) -> None:
+        """What the records of the first pass say that the gradient is."""
+        like = record.tensors[-1]
+        if name not in self._found:
+            self._found[name] = like.new_zeros(self._shapes[name])
+        record.add_to(self._found[name], like.new_full((num,), 1 / share))
 
     def _on_end_of_backward(self) -> None:
         self._task = None
         calls, self._calls = self._calls, []
-        seen, self._seen = self._seen, []
         taken, self._records = self._records, defaultdict(list)
-        expected, self._expected = self._expected, None if self._accumulated else self._expected
+        expected, found = self._expected, self._found
         if not self._accumulated:
             self._drop()
             return  # somebody asked for gradients of something else, with torch.autograd.grad
@@ -295,47 +337,47 @@ class ExampleAttachment:
                 "activation checkpointing use use_reentrant=False"
             )
         self._forwards_before = self._forwards
-        with torch.no_grad(), _full_precision(next(self._model.parameters()).device):
-            if seen and self.sketcher is not None:
-                changed = next((one for one in seen if one.changed), None)
-                if changed is not None:
-                    raise changed_in_place(changed.layer)
-                self.sketcher.parts = self.replays(seen, self._ordering._examples_due(), self.sketcher.version)
-            self._records = taken
-            self._differentiating = True  # layers run again, and are not to be watched
-            try:
-                for call in calls:
-                    if not call.is_unchanged():
-                        raise changed_in_place(call.layer)
-                    num = self._count(call.layer, call.grads)
-                    found = differentiated(call.layer.module, call.args, call.kwargs, call.grads, num, self._opened)
-                    self._keep(call.layer, found, whole=expected is not None)
-            finally:
-                self._differentiating = False
-                self._records = defaultdict(list)
-            records = {}
-            if self.sketcher is None or expected is not None:
-                records = {name: total([record.compact() for record in parts]) for name, parts in taken.items()}
+        with torch.no_grad(), _full_precision(self._some.device):
+            if self._seen:
+                self._look()
+            if calls:
+                self._records = taken
+                self._differentiate(calls)
+                taken, self._records = self._records, defaultdict(list)
             if expected is not None:
-                self._check(records, expected)
-                for handle in self._first_handles:
-                    handle.remove()
-            if self.sketcher is not None:
-                self.sketcher.take_late(taken, self._ordering.epoch)
-                records = {}
+                self._check(found, expected)
+                self._expected, self._found = None, {}
+                self._stop_checking()
+            records = {}
+            if self.sketcher is None:
+                records = {name: total(parts) for name, parts in taken.items()}
+            else:
+                self.sketcher.take_late(taken, self._ordering._epoch)
             self.consume(records, self._shapes)
 
-    def _check(self, records: dict[str, Record], expected: dict[str, Tensor]) -> None:
-        num = self._ordering._examples_due()
-        share = num / self._ordering.batch_size if self._mean else 1.0
+    def _differentiate(self, calls: list[_Call]) -> None:
+        self._differentiating = True  # layers run again, and are not to be watched
+        try:
+            for call in calls:
+                if not call.is_unchanged():
+                    raise changed_in_place(call.layer)
+                num = self._count(call.layer, call.grads)
+                found = differentiated(call.layer.module, call.args, call.kwargs, call.grads, num, self._opened)
+                self._keep(call.layer, found, num)
+        finally:
+            self._differentiating = False
+
+    def _check(self, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         grads = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in expected.items()}
-        found = {}
-        for name, grad in grads.items():
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            found[name] = torch.zeros(self._shapes[name], dtype=wide, device=grad.device)
-            if name in records:
-                records[name].add_to(found[name], torch.full((num,), 1 / share, dtype=wide, device=grad.device))
-        check_sums(found, grads)
+        check_sums(
+            {
+                name: found[name]
+                if name in found
+                else torch.zeros_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+                for name, grad in grads.items()
+            },
+            grads,
+        )
 
 
 def _full_precision(device: torch.device) -> AbstractContextManager[Any]:

@@ -1,56 +1,59 @@
 """Short rows of a pass, replayed: on a GPU the many small operations of a sketch take longer to launch than to do.
 
-What layers saw is kept until a pass ends. The second pass of a kind is recorded as a CUDA graph, on copies; later ones
-are copied there and replayed.
+What layers saw is kept until it is looked at, several layers at once. In a training loop tensors come to lie where
+those of the step before were, so what is done with them is recorded as a CUDA graph that reads them there. Where they
+do not, it is recorded on copies.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from cdgrab.ghost.graphs import at_home, copy_all, recording
 from cdgrab.ghost.plan import Layer
+from cdgrab.ghost.sketch import Joined
+from cdgrab.graphs import at_home, copy_all, recording
 
 log = logging.getLogger("cdgrab")
 
-MOST_BYTES = 1 << 30  # of what layers see in a pass that is kept, and of copies; larger models keep a GPU busy
-_MOST_RECORDED = 4  # kinds of passes
-_MOST_KNOWN = 64
+_LEAST_ROOM = 1 << 25  # bytes of what layers see that may be kept
+_MOST_COPIED = 1 << 30  # bytes of copies; larger models keep a GPU busy
+_MOST_RECORDED = 64
+_MOST_KNOWN = 256
+_MOST_MOVES = 16  # of tensors, before copies are made
 
-Parts = dict[str, Tensor]  # of rows, by parameter
 
-
-@dataclass
-class Seen:
+class Seen(NamedTuple):
     """A layer in a pass: its input, and the gradient of its output."""
 
     layer: Layer
     x: Tensor
     grad: Tensor
-    _versions: tuple[int, int] = field(init=False)
+    x_version: int
+    grad_version: int
 
-    def __post_init__(self) -> None:
-        self._versions = (self.x._version, self.grad._version)
+    @classmethod
+    def of(cls, layer: Layer, x: Tensor, grad: Tensor) -> Seen:
+        return cls(layer, x, grad, x._version, grad._version)
 
     @property
     def changed(self) -> bool:
         """In place, since then."""
-        return self._versions != (self.x._version, self.grad._version)
-
-    @property
-    def nbytes(self) -> int:
-        return self.x.nbytes + self.grad.nbytes
+        return self.x._version != self.x_version or self.grad._version != self.grad_version
 
     @property
     def kind(self) -> Hashable:
-        """What must be the same for one recording to serve: also which parameters are trained."""
-        tensors = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in (self.x, self.grad))
-        return self.layer.name, tensors, tuple(p.requires_grad for p in self.layer.module.parameters())
+        """What must be the same for one recording to serve."""
+        x, grad = self.x, self.grad
+        return self.layer.name, x.shape, x.stride(), x.dtype, grad.shape, grad.stride(), grad.dtype
+
+
+Make = Callable[[list[Seen]], Joined]
 
 
 def recordable(grad: Tensor) -> bool:
@@ -58,75 +61,107 @@ def recordable(grad: Tensor) -> bool:
     return grad.is_cuda and not torch.cuda.is_current_stream_capturing()  # or somebody records the whole step
 
 
+def room_for(grad: Tensor) -> int:
+    """Bytes of what layers see that may be kept: little beside what a step takes anyway."""
+    return max(_LEAST_ROOM, torch.cuda.max_memory_allocated(grad.device) // 8 if grad.is_cuda else 0)
+
+
 class Replays:
-    """Parts of the rows of passes, replayed where there have been passes like them.
+    """Parts of the rows of passes, replayed where there has been the like.
 
     Args:
-        make: Finds the parts of a pass.
+        make: Finds the parts that some layers give.
     """
 
-    def __init__(self, make: Callable[[list[Seen]], Parts]) -> None:
+    def __init__(self, make: Make) -> None:
         self.possible = True
         self._make = make
-        self._known: set[Hashable] = set()
-        self._recorded: dict[Hashable, ReplayedParts] = {}
-        self._bytes = 0  # of copies
+        self._known: Counter[Hashable] = Counter()
+        self._recorded: dict[Hashable, Recording] = {}
+        self._trained: tuple[bool, ...] = ()  # which parameters are, in the pass under way
+        self._used: list[Recording] = []  # in it
+        self._pool: Any | None = None  # of memory: recordings are replayed one after the other
+        self._copied = 0  # bytes
         self._version = 0
 
-    def __call__(self, seen: list[Seen], num: int, version: int) -> Parts:
-        """Parts of the rows of a pass of `num` examples; valid until the next.
+    def begin(self, modules: list[nn.Module]) -> None:
+        """A pass of these layers."""
+        self._used.clear()
+        self._trained = tuple(
+            [p.requires_grad for module in modules for p in module._parameters.values() if p is not None]
+        )
+
+    def __call__(self, seen: list[Seen], num: int, version: int) -> Joined:
+        """What `num` examples get from the layers of a pass that were `seen`; valid until another pass begins.
 
         With another `version`, `make` does something else, and what was recorded is forgotten.
         """
         if version != self._version:
             self._version = version
             self.forget()
-        kind = (num, tuple(one.kind for one in seen))
-        recorded = self._recorded.get(kind)
-        if recorded is None and kind in self._known and self.possible:
-            recorded = self._record(kind, seen)
-        if len(self._known) == _MOST_KNOWN:
+        kind = (num, self._trained, seen[0].grad.device, tuple([one.kind for one in seen]))
+        here = (kind, places(seen))
+        recorded = self._recorded.get(here) or self._recorded.get(kind)
+        if recorded is None and self.possible:
+            if self._known[here]:
+                recorded = self._record(here, seen, copied=False)
+            elif self._known[kind] > _MOST_MOVES:
+                recorded = self._record(kind, seen, copied=True)
+        if recorded is not None and recorded not in self._used:
+            self._used.append(recorded)
+            return recorded(seen)
+        if len(self._known) > _MOST_KNOWN:
             self._known.clear()
-        self._known.add(kind)
-        return self._make(seen) if recorded is None else recorded(seen)
+        self._known.update((kind, here))
+        return self._make(seen)
 
     def forget(self) -> None:
         """What was recorded."""
         self._known.clear()
         self._recorded.clear()
-        self._bytes = 0
+        self._pool = None
+        self._copied = 0
 
-    def _record(self, kind: Hashable, seen: list[Seen]) -> ReplayedParts | None:
-        nbytes = sum(one.nbytes for one in seen)
-        if len(self._recorded) == _MOST_RECORDED or self._bytes + nbytes > MOST_BYTES:
+    def _record(self, key: Hashable, seen: list[Seen], *, copied: bool) -> Recording | None:
+        nbytes = sum(one.x.nbytes + one.grad.nbytes for one in seen) if copied else 0
+        if len(self._recorded) >= _MOST_RECORDED or self._copied + nbytes > _MOST_COPIED:
             return None
         try:
-            recorded = ReplayedParts(seen, self._make)
+            recorded = Recording(seen, self._make, self._pool, copied=copied)
         except RuntimeError as error:  # too little memory, or something CUDA does not record
             self.possible = False
             self.forget()
             log.warning("sketches cannot be recorded as a CUDA graph, and are made without: %s", error)
             return None
-        self._recorded[kind] = recorded
-        self._bytes += nbytes
+        self._recorded[key] = recorded
+        self._pool = recorded.pool
+        self._copied += nbytes
         return recorded
 
 
-class ReplayedParts:
-    """What `make` does with the layers of a pass, recorded on copies of what they saw."""
+def places(seen: list[Seen]) -> Hashable:
+    """Where in memory everything is."""
+    return tuple([tensor.data_ptr() for one in seen for tensor in (one.x, one.grad)])
 
-    def __init__(self, seen: list[Seen], make: Callable[[list[Seen]], Parts]) -> None:
-        self._seen = [Seen(one.layer, at_home(one.x), at_home(one.grad)) for one in seen]
-        make(self._seen)  # copies may be laid out otherwise than what was seen: other kernels, to be loaded and tuned
+
+class Recording:
+    """What `make` does with some layers of a pass, with what they saw where it is, or with copies of it.
+
+    Args:
+        pool: Memory of other recordings, for what is gone when a replay ends; so all of them may share it.
+    """
+
+    def __init__(self, seen: list[Seen], make: Make, pool: Any | None, *, copied: bool) -> None:
+        self._copies = [Seen.of(one.layer, at_home(one.x), at_home(one.grad)) for one in seen] if copied else []
+        self._joined = make(self._copies or seen)  # on copies it takes other kernels, which are loaded and tuned here
         self._graph = torch.cuda.CUDAGraph()
-        device = seen[0].grad.device
-        # Whatever happens while recording, the stream that was current is current again afterwards.
-        here, apart = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-        with torch.cuda.device(device), torch.cuda.stream(here), recording(self._graph, apart):
-            self._parts = make(self._seen)
+        with recording(self._graph, seen[0].grad.device, pool):
+            self._joined.rows_ND.copy_(make(self._copies or seen).rows_ND)
+        self.pool = self._graph.pool()
 
-    def __call__(self, seen: list[Seen]) -> Parts:
-        pairs = zip(self._seen, seen, strict=True)
-        copy_all(both for there, here in pairs for both in ((there.x, here.x), (there.grad, here.grad)))
+    def __call__(self, seen: list[Seen]) -> Joined:
+        if self._copies:
+            pairs = zip(self._copies, seen, strict=True)
+            copy_all(both for there, here in pairs for both in ((there.x, here.x), (there.grad, here.grad)))
         self._graph.replay()
-        return dict(self._parts)
+        return self._joined

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,9 +14,10 @@ from _models import MODELS, build, one_by_one, recorded
 from _sketches import sketches
 from _tied import check_tied_table
 from cdgrab import Ordering, World
+from cdgrab.ghost.outer import outer_sums
 from cdgrab.ghost.pairs import Pairs, ReplayedPairs, difference, replayable
 from cdgrab.ghost.records import Lookup, Matrix, Pair, written_out
-from cdgrab.hooks import rows
+from cdgrab.hooks import ghost, replayed, rows
 from cdgrab.hooks.rows import ExampleRows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -86,13 +89,63 @@ def train(model: nn.Module, x: Tensor, y: Tensor, source: str) -> list[list[int]
     return orders
 
 
-@pytest.mark.parametrize("name", ["mlp", "lenet", "tied", "normed", "lstm"])
-def test_replayed_sketches(name: str) -> None:
+@pytest.mark.parametrize(("dtype", "rtol", "atol"), [(torch.float64, 1e-9, 1e-12), (torch.float32, 1e-3, 1e-5)])
+@pytest.mark.parametrize("room", [1, 1 << 25])
+@pytest.mark.parametrize("name", ["mlp", "lenet", "tied", "used twice", "normed", "lstm"])
+def test_replayed_sketches(
+    name: str, room: int, dtype: torch.dtype, rtol: float, atol: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ghost, "room_for", lambda grad: room)
+    expected, _ = sketches(name, replays=False, device="cuda", dtype=dtype)
+    found, recordings = sketches(name, replays=True, device="cuda", dtype=dtype)
+    assert recordings > 0
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet", "transformer"])
+def test_sketches_of_tensors_that_move(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = iter(range(10**6))
+    monkeypatch.setattr(replayed, "places", lambda seen: next(steps))
+    monkeypatch.setattr(replayed, "_MOST_MOVES", 2)
     expected, _ = sketches(name, replays=False, device="cuda")
     found, recordings = sketches(name, replays=True, device="cuda")
     assert recordings > 0
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("num", "positions"), [(5, 1), (130, 1), (3, 7), (4, 20), (3, 100), (600, 40), (2, 5000)])
+@pytest.mark.parametrize(("q", "m", "p", "k"), [(7, 3, 200, 9), (1, None, 300, 40), (33, 20, 64, None), (70, 64, 5, 2)])
+@pytest.mark.parametrize("across", [False, True])
+def test_outer_sums(num: int, positions: int, q: int, m: int | None, p: int, k: int | None, across: bool) -> None:
+    """Sums of outer products of projected vectors, laid out along positions or across them, against plain PyTorch."""
+    b, a = randn(num, positions, q), randn(num, positions, p, seed=1)
+    left, right = (None if rows is None else randn(rows, width, seed=2) for rows, width in ((m, q), (k, p)))
+    left_there, right_there = (None if side is None else side.cuda() for side in (left, right))
+    there = [part.mT.contiguous().cuda().mT if across else part.cuda() for part in (b, a)]
+    found = outer_sums(there[0], left_there, there[1], right_there)
+    exact = outer_sums(
+        b.double(), None if left is None else left.double(), a.double(), None if right is None else right.double()
+    )
+    torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-5, atol=1e-6 * float(exact.abs().max()))
+
+
+def test_sketches_take_no_second_workspace() -> None:
+    """Of the library for matrix products, which takes 32 MiB for every stream it sees."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).cuda()
+    ordering = Ordering(10**4, batch_size=32, unit_size=1, world=World.simulated(32))
+    x, y = torch.randn(32, 64).cuda(), torch.randint(10, (32,)).cuda()
+    cross_entropy(model(x), y).backward()  # the stream of the steps has one
+    ordering.attach(model, source="sketch", fitted=False)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(20):
+        cross_entropy(model(x), y).backward()
+    attachment: Any = ordering._attachment
+    assert attachment.replays._recorded
+    assert torch.cuda.memory_allocated() - before < 1 << 24
 
 
 @pytest.mark.parametrize("source", ["ghost", "per_example", "sketch"])

@@ -1,0 +1,58 @@
+"""CUDA graphs: work that is the same every time, recorded once and replayed."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any | None = None) -> Iterator[None]:
+    """Record what is done in here. Other threads, such as a loader's, may do what they like meanwhile.
+
+    Unlike `torch.cuda.graph` it does not give cached memory back first: tensors of the next step are to be where those
+    of this one are.
+    """
+    collecting = gc.isenabled()
+    # Whatever happens while recording, the stream that was current is current again afterwards.
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+        torch.cuda.synchronize()
+        gc.disable()  # what is collected meanwhile might have to wait for the device
+        try:
+            with torch.cuda.stream(_apart(device)):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    yield
+                finally:
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+
+
+@functools.cache
+def _apart(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings: libraries take memory for every stream they see."""
+    return torch.cuda.Stream(device)
+
+
+def at_home(tensor: Tensor) -> Tensor:
+    """A copy that stays where it is, for recordings to read."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second of each to the first, those of one type in one launch."""
+    by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for there, here in pairs:
+        theres, heres = by_type.setdefault(there.dtype, ([], []))
+        theres.append(there)
+        heres.append(here)
+    for theres, heres in by_type.values():
+        torch._foreach_copy_(theres, heres)
