@@ -29,7 +29,8 @@ from cdgrab import Ordering, World, per_example_grads
 
 MOST_NUMBERS = {"cpu": 1 << 30, "cuda": 1 << 34}  # of rows
 HUNGRY = ("rows", "opacus", "vmap")
-STEPS = {"cpu": 4, "cuda": 20}  # of a contender in a round: whole pairs
+STEPS = {"cpu": 4, "cuda": 20}  # of a contender in a round, at least
+ROUND = 0.2  # seconds of plain steps in a round, about
 SIZES = {"transformer-3m": (256, 4), "transformer-30m": (640, 6)}
 MODELS = ["mlp", "lenet", "adapters", "lstm", "encoder-3m", *SIZES]
 IMPOSSIBLE = {("opacus", "lstm"), ("opacus", "encoder-3m")}  # it has layers of its own for these
@@ -180,17 +181,19 @@ def stepper(contender: str, name: str, batch: int, device: str) -> Callable[[], 
 
 
 def peak(contender: str, name: str, batch: int, device: str) -> float:
-    """MiB at the peak of two pairs of steps, above what was there before the model.
+    """MiB at the peak of some steps, above what was there before the model.
 
-    A GPU counts its own memory; on the CPU a process of its own is needed.
+    A GPU counts its own memory, with what cuBLAS takes for itself, as in a process that does nothing else; on the CPU
+    such a process is needed.
     """
     import torch.multiprocessing as mp
 
     if device == "cuda":
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        _two_pairs(contender, name, batch, device)
+        _some_steps(contender, name, batch, device)
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     context = mp.get_context("spawn")
     answers: Any = context.Queue()
@@ -209,13 +212,14 @@ def _peak(contender: str, name: str, batch: int, device: str, answers: Any) -> N
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing everything
     before = _resident("VmHWM")
-    _two_pairs(contender, name, batch, device)
+    _some_steps(contender, name, batch, device)
     answers.put(_resident("VmHWM") - before)
 
 
-def _two_pairs(contender: str, name: str, batch: int, device: str) -> None:
+def _some_steps(contender: str, name: str, batch: int, device: str) -> None:
+    """Pairs, and on a GPU enough of them for recordings to have been made."""
     step = stepper(contender, name, batch, device)
-    for _ in range(4):
+    for _ in range(4 if device == "cpu" else 12):
         step()
 
 
@@ -233,16 +237,19 @@ def measure(name: str, batch: int, rounds: int, device: str, contenders: list[st
     contenders = [contender for contender in contenders if (contender, name) not in IMPOSSIBLE]
     steps = {contender: stepper(contender, name, batch, device) for contender in contenders}
     seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
+    count = STEPS[device]
     for turn in range(rounds + 1):
         first = turn % len(contenders)
         for contender in contenders[first:] + contenders[:first]:
             _wait(device)
             start = time.perf_counter()
-            for _ in range(STEPS[device]):
+            for _ in range(count):
                 steps[contender]()
             _wait(device)
-            if turn:  # the first round warms up
-                seconds[contender].append((time.perf_counter() - start) / STEPS[device])
+            seconds[contender].append((time.perf_counter() - start) / count)
+        if turn == 0:  # it warms up, and says how many steps a round has; whole pairs of them
+            count = max(STEPS[device], int(ROUND / min(seconds["plain"])) // 2 * 2)
+            seconds = {contender: [] for contender in contenders}
     del steps
     memory = {contender: peak(contender, name, batch, device) for contender in contenders}
     rows = []
@@ -289,14 +296,14 @@ def main() -> None:
     ]
     header = ["model", "batch", "gradients", "ms per step", "vs plain", "peak MiB", "vs plain"]
     body = (
-        f"Milliseconds per training step, median of {options.rounds} rounds of {STEPS[options.device]} steps; ratios "
-        "within a round. `plain` orders nothing; `ghost` is `attach(model, source='ghost')`; `rows` is "
-        "`source='per_example'`; `vmap` "
+        f"Milliseconds per training step, median of {options.rounds} rounds of at least {STEPS[options.device]} steps, "
+        f"or as many as take about {ROUND} s; ratios within a round. `plain` orders nothing; `ghost` is "
+        "`attach(model, source='ghost')`; `rows` is `source='per_example'`; `vmap` "
         "is `per_example_grads` with `observe`, which replaces the backward pass; `opacus` is its per-sample gradients "
         "with `observe`; `sketch` is `source='sketch'` with about 1,024 numbers per example, in an epoch that fits "
         f"nothing. A contender whose rows would take more than {MOST_NUMBERS[options.device] * 4 / 2**30:.0f} GiB is "
         "left out. Every example is a worker. Peak memory above what there was before the model was made, numba "
-        "loaded: of a process, or of the GPU.\n\n" + report.table(header, rows)
+        "loaded: of a process, or of the GPU, workspaces of cuBLAS included.\n\n" + report.table(header, rows)
     )
     some = "" if options.models == MODELS else "_" + "_".join(options.models)
     report.write(f"per_example{some}", "Gradients of single examples", body)

@@ -102,7 +102,7 @@ class ExampleAttachment:
         self._mixing = [(name, m) for name, m in model.named_modules() if isinstance(m, MIXES_EXAMPLES)]
         self._task: int | None = None  # the backward pass that has been queued
         self._differentiating = False
-        self._accumulated = False  # whether the pass left gradients in parameters
+        self._accumulated: list[Tensor] = []  # parameters in which the pass left gradients
         self._forwards = self._forwards_before = 0
         self._expected: dict[str, Tensor] | None = {}  # gradients of the first pass, to hold the records against
         self._found: dict[str, Tensor] = {}  # what the records say they are
@@ -120,7 +120,8 @@ class ExampleAttachment:
             self._watch(layer)
         for name, parameter in trainable.items():
             self._first_handles.append((parameter, parameter.register_hook(partial(self._on_parameter, name))))
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_accumulated))
+            # Nothing that Python would have to run: there are many of them.
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated.append))
 
     def settle(self) -> None:
         if self.held is not None:
@@ -147,9 +148,6 @@ class ExampleAttachment:
     def _on_parameter(self, name: str, grad: Tensor) -> None:
         if self._expected is not None:
             self._expected[name] = grad.detach().clone()
-
-    def _on_accumulated(self, parameter: Tensor) -> None:  # noqa: ARG002
-        self._accumulated = True
 
     def _watch(self, layer: Layer) -> None:
         after = self._after_unknown if handler_of(layer.module) is None else self._after_known
@@ -224,7 +222,7 @@ class ExampleAttachment:
         self._calls.clear()
         self._seen, self._bytes = [], 0
         self._drop()
-        self._accumulated = False
+        self._accumulated.clear()
         if self._expected is not None:
             self._expected.clear()
             self._found.clear()
