@@ -198,7 +198,7 @@ class ExampleAttachment:
                     self._begin(grad)
                 if x._version != version:
                     raise changed_in_place(layer)
-                seen = Seen.of(layer, x, grad if grad.shape == shape else grad.reshape(shape))
+                seen = Seen.of(layer, x, grad, shape)
                 if grad.device == self._putting_off:
                     self._put_off(seen)
                 else:
@@ -274,7 +274,7 @@ class ExampleAttachment:
 
     def _take(self, seen: Seen) -> None:
         """The records of a known layer."""
-        handler, grad = handler_of(seen.layer.module), seen.grad
+        handler, grad = handler_of(seen.layer.module), seen.grad.reshape(seen.shape)
         assert handler is not None
         num = self._count(seen.layer, [grad])
         wide = torch.promote_types(grad.dtype, torch.float32)

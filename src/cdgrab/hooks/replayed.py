@@ -29,17 +29,21 @@ _MOST_MOVES = 16  # of tensors, before copies are made
 
 
 class Seen(NamedTuple):
-    """A layer in a pass: its input, and the gradient of its output."""
+    """A layer in a pass: its input, and the gradient of its output, of this `shape`, which may lie there in another."""
 
     layer: Layer
     x: Tensor
     grad: Tensor
+    shape: torch.Size
     x_version: int
     grad_version: int
 
     @classmethod
-    def of(cls, layer: Layer, x: Tensor, grad: Tensor) -> Seen:
-        return cls(layer, x, grad, x._version, grad._version)
+    def of(cls, layer: Layer, x: Tensor, grad: Tensor, shape: torch.Size) -> Seen:
+        return cls(layer, x, grad, shape, x._version, grad._version)
+
+    def copied(self) -> Seen:
+        return Seen.of(self.layer, at_home(self.x), at_home(self.grad), self.shape)
 
     @property
     def changed(self) -> bool:
@@ -50,7 +54,7 @@ class Seen(NamedTuple):
     def kind(self) -> Hashable:
         """What must be the same for one recording to serve."""
         x, grad = self.x, self.grad
-        return self.layer.name, x.shape, x.stride(), x.dtype, grad.shape, grad.stride(), grad.dtype
+        return self.layer.name, x.shape, x.stride(), x.dtype, grad.shape, grad.stride(), grad.dtype, self.shape
 
 
 Make = Callable[[list[Seen]], Joined]
@@ -152,7 +156,7 @@ class Recording:
     """
 
     def __init__(self, seen: list[Seen], make: Make, pool: Any | None, *, copied: bool) -> None:
-        self._copies = [Seen.of(one.layer, at_home(one.x), at_home(one.grad)) for one in seen] if copied else []
+        self._copies = [one.copied() for one in seen] if copied else []
         self._joined = make(self._copies or seen)  # on copies it takes other kernels, which are loaded and tuned here
         self._graph = torch.cuda.CUDAGraph()
         with recording(self._graph, seen[0].grad.device, pool):

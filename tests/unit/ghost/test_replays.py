@@ -31,8 +31,8 @@ class Traced:
         names: list[str] = []
 
         def run(*tensors: Tensor) -> Tensor:
-            places = zip((one.layer for one in seen), tensors[0::2], tensors[1::2], strict=True)
-            joined = make([Seen.of(*place) for place in places])
+            places = zip(seen, tensors[0::2], tensors[1::2], strict=True)
+            joined = make([Seen.of(one.layer, x, grad, one.shape) for one, x, grad in places])
             names[:] = joined.names
             return joined.rows_ND
 
@@ -89,7 +89,7 @@ def test_a_recording_that_fails_leaves_nothing(
     class Failing:
         def __init__(self, seen: list[Seen], make: Make, *_: Any, copied: bool) -> None:  # noqa: ARG002
             last = seen[-1]
-            make([*seen[:-1], Seen.of(last.layer, last.x[:2], last.grad)])  # too few for as many gradients
+            make([*seen[:-1], Seen.of(last.layer, last.x[:2], last.grad, last.shape)])  # too few for as many gradients
 
     monkeypatch.setattr(replayed, "Recording", Failing)
     expected, _ = sketches("mlp", replays=False)
