@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.grad import conv2d_weight
 
 from cdgrab.ghost.outer import outer_sums
-from cdgrab.ghost.records import MOST_NUMBERS_ON_GPU, Matrix, Rows
+from cdgrab.ghost.records import MOST_NUMBERS_ON_GPU, Matrix, Rows, kept
 
 _CACHED = 1 << 19  # numbers that a CPU keeps at hand
 
@@ -81,7 +82,12 @@ class Convolved:
         return self.compact().products(r)
 
     def add_to(self, r: Tensor, weights_N: Tensor) -> None:
-        self.compact().add_to(r, weights_N)
+        """As the layer itself would, without patches."""
+        geometry, x, grad = self.geometry, kept(self.x, weights_N), kept(self.grad, weights_N)
+        shape = torch.Size((grad.shape[1], x.shape[1], *geometry.kernel))
+        weighted = grad * weights_N.view(-1, 1, 1, 1)
+        found = conv2d_weight(x, shape, weighted, geometry.stride, geometry.padding, geometry.dilation)
+        r.add_(found.view_as(r))
 
 
 def patches(x: Tensor, geometry: Geometry) -> Tensor:

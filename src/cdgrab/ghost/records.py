@@ -90,7 +90,7 @@ class Rows:
         return self.rows_ND @ self.rows_ND.T, self.rows_ND @ r.reshape(-1)
 
     def add_to(self, r: Tensor, weights_N: Tensor) -> None:
-        r.view(-1).addmv_(_kept(self.rows_ND, weights_N).T, weights_N)
+        r.view(-1).addmv_(kept(self.rows_ND, weights_N).T, weights_N)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Matrix:
         return products.view(num, positions, num, -1).sum((1, 3)) if products.numel() > num**2 else products
 
     def add_to(self, r: Tensor, weights_N: Tensor) -> None:
-        a, b = _kept(self.a_NTp, weights_N), _kept(self.b_NTq, weights_N)
+        a, b = kept(self.a_NTp, weights_N), kept(self.b_NTq, weights_N)
         r.view(b.shape[2], -1).addmm_((b * weights_N[:, None, None]).flatten(0, 1).T, a.flatten(0, 1))
 
 
@@ -335,7 +335,7 @@ class Lookup:
         return gram_NN
 
     def add_to(self, r: Tensor, weights_N: Tensor) -> None:
-        weighted = _kept(self.b_NTq, weights_N) * weights_N[:, None, None]
+        weighted = kept(self.b_NTq, weights_N) * weights_N[:, None, None]
         r.index_add_(0, self.index_NT.flatten(), weighted.flatten(0, 1))
 
     def _dense(self, index_NT: Tensor, num_rows: int) -> Tensor:
@@ -445,7 +445,7 @@ def _lengthened(record: Record, positions: int) -> Record:
     return record.like(tuple(pad(t, (0, 0) * (t.ndim - 2) + (0, missing)) for t in record.tensors))
 
 
-def _kept(tensor: Tensor, weights_N: Tensor) -> Tensor:
+def kept(tensor: Tensor, weights_N: Tensor) -> Tensor:
     """Zero where the weight is: zero times something that is not finite is not zero."""
     if tensor.device.type == "cpu" and bool(weights_N.all()):
         return tensor

@@ -23,7 +23,8 @@ log = logging.getLogger("cdgrab")
 
 _LEAST_ROOM = 1 << 25  # bytes of what layers see that may be kept
 _MOST_COPIED = 1 << 30  # bytes of copies; larger models keep a GPU busy
-_MOST_RECORDED = 64
+_MOST_RECORDED = 64  # at a time
+_MOST_RECORDINGS = 256  # in all: where there is no end to them, passes are not alike
 _MOST_KNOWN = 256
 _MOST_MOVES = 16  # of tensors, before copies are made
 
@@ -81,11 +82,12 @@ class Replays:
         self.possible = True
         self._make = make
         self._known: Counter[Hashable] = Counter()
-        self._recorded: dict[Hashable, Recording] = {}
+        self._recorded: dict[Hashable, _Kept] = {}
+        self._recordings = 0  # that have been made
+        self._joined: dict[Hashable, Joined] = {}  # where recordings of a kind leave what they find
         self._trained: tuple[bool, ...] = ()  # which parameters are, in the pass under way
-        self._used: list[Recording] = []  # in it
+        self._used: list[Hashable] = []  # kinds, in it
         self._pool: Any | None = None  # of memory: recordings are replayed one after the other
-        self._copied = 0  # bytes
         self._version = 0
 
     def begin(self, modules: list[nn.Module]) -> None:
@@ -108,12 +110,14 @@ class Replays:
         recorded = self._recorded.get(here) or self._recorded.get(kind)
         if recorded is None and self.possible:
             if self._known[here]:
-                recorded = self._record(here, seen, copied=False)
+                recorded = self._record(here, kind, seen, copied=False)
             elif self._known[kind] > _MOST_MOVES:
-                recorded = self._record(kind, seen, copied=True)
-        if recorded is not None and recorded not in self._used:
-            self._used.append(recorded)
-            return recorded(seen)
+                recorded = self._record(kind, kind, seen, copied=True)
+        if recorded is not None and kind not in self._used:
+            self._used.append(kind)
+            self._known[kind] = 0
+            recorded.recording(seen)
+            return self._joined[kind]
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
         self._known.update((kind, here))
@@ -123,24 +127,36 @@ class Replays:
         """What was recorded."""
         self._known.clear()
         self._recorded.clear()
+        self._recordings = 0
+        self._joined.clear()
         self._pool = None
-        self._copied = 0
 
-    def _record(self, key: Hashable, seen: list[Seen], *, copied: bool) -> Recording | None:
+    def _record(self, key: Hashable, kind: Hashable, seen: list[Seen], *, copied: bool) -> _Kept | None:
         nbytes = sum(one.x.nbytes + one.grad.nbytes for one in seen) if copied else 0
-        if len(self._recorded) >= _MOST_RECORDED or self._copied + nbytes > _MOST_COPIED:
+        if self._recordings == _MOST_RECORDINGS:
             return None
+        if copied and nbytes + sum(kept.nbytes for kept in self._recorded.values()) > _MOST_COPIED:
+            return None
+        if len(self._recorded) >= _MOST_RECORDED:
+            self._drop_first()
         try:
-            recorded = Recording(seen, self._make, self._pool, copied=copied)
+            if kind not in self._joined:
+                self._joined[kind] = self._make(seen)
+            recording = Recording(seen, self._make, self._joined[kind].rows_ND, self._pool, copied=copied)
         except RuntimeError as error:  # too little memory, or something CUDA does not record
             self.possible = False
             self.forget()
             log.warning("sketches cannot be recorded as a CUDA graph, and are made without: %s", error)
             return None
-        self._recorded[key] = recorded
-        self._pool = recorded.pool
-        self._copied += nbytes
-        return recorded
+        self._recordings += 1
+        self._pool = recording.pool
+        kept = self._recorded[key] = _Kept(recording, kind, nbytes)
+        return kept
+
+    def _drop_first(self) -> None:
+        first = self._recorded.pop(next(iter(self._recorded)))
+        if all(kept.kind != first.kind for kept in self._recorded.values()):
+            del self._joined[first.kind]
 
 
 def places(seen: list[Seen]) -> Hashable:
@@ -148,24 +164,31 @@ def places(seen: list[Seen]) -> Hashable:
     return tuple([tensor.data_ptr() for one in seen for tensor in (one.x, one.grad)])
 
 
+class _Kept(NamedTuple):
+    recording: Recording
+    kind: Hashable
+    nbytes: int  # of copies
+
+
 class Recording:
     """What `make` does with some layers of a pass, with what they saw where it is, or with copies of it.
 
     Args:
+        into_ND: Where it is left.
         pool: Memory of other recordings, for what is gone when a replay ends; so all of them may share it.
     """
 
-    def __init__(self, seen: list[Seen], make: Make, pool: Any | None, *, copied: bool) -> None:
+    def __init__(self, seen: list[Seen], make: Make, into_ND: Tensor, pool: Any | None, *, copied: bool) -> None:
         self._copies = [one.copied() for one in seen] if copied else []
-        self._joined = make(self._copies or seen)  # on copies it takes other kernels, which are loaded and tuned here
+        if copied:
+            make(self._copies)  # it takes other kernels, which are loaded and tuned here
         self._graph = torch.cuda.CUDAGraph()
         with recording(self._graph, seen[0].grad.device, pool):
-            self._joined.rows_ND.copy_(make(self._copies or seen).rows_ND)
+            into_ND.copy_(make(self._copies or seen).rows_ND)
         self.pool = self._graph.pool()
 
-    def __call__(self, seen: list[Seen]) -> Joined:
+    def __call__(self, seen: list[Seen]) -> None:
         if self._copies:
             pairs = zip(self._copies, seen, strict=True)
             copy_all(both for there, here in pairs for both in ((there.x, here.x), (there.grad, here.grad)))
         self._graph.replay()
-        return self._joined

@@ -16,7 +16,6 @@ from torch.nn.functional import cross_entropy
 from _models import MODELS
 from _sketches import listen, sketches
 from cdgrab import Ordering
-from cdgrab.ghost.sketch import Joined
 from cdgrab.hooks import ghost, replayed
 from cdgrab.hooks.replayed import Make, Seen
 
@@ -26,23 +25,18 @@ class Traced:
 
     pool = None
 
-    def __init__(self, seen: list[Seen], make: Make, pool: Any, *, copied: bool) -> None:  # noqa: ARG002
+    def __init__(self, seen: list[Seen], make: Make, into_ND: Tensor, pool: Any, *, copied: bool) -> None:  # noqa: ARG002
         self.copied = copied
-        names: list[str] = []
 
         def run(*tensors: Tensor) -> Tensor:
             places = zip(seen, tensors[0::2], tensors[1::2], strict=True)
-            joined = make([Seen.of(one.layer, x, grad, one.shape) for one, x, grad in places])
-            names[:] = joined.names
-            return joined.rows_ND
+            return make([Seen.of(one.layer, x, grad, one.shape) for one, x, grad in places]).rows_ND
 
         self._trace = make_fx(run)(*_tensors(seen))
-        self._rows_ND = self._trace(*_tensors(seen))  # where a graph leaves them, however often it is replayed
-        self._names = tuple(names)
+        self._into_ND = into_ND
 
-    def __call__(self, seen: list[Seen]) -> Joined:
-        self._rows_ND.copy_(self._trace(*_tensors(seen)))
-        return Joined(self._rows_ND, self._names)
+    def __call__(self, seen: list[Seen]) -> None:
+        self._into_ND.copy_(self._trace(*_tensors(seen)))
 
 
 def _tensors(seen: list[Seen]) -> list[Tensor]:
