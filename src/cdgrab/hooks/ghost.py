@@ -37,6 +37,10 @@ from cdgrab.hooks.replayed import Replays, Seen, recordable, room_for
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
 
+# Asked in a backward pass. What hooks hold on to lives as long as the graph, which goes on after the pass if somebody
+# keeps the loss; what they hold on to shall not, as nothing else does that the graph was made for.
+_graph_is_kept: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
 Consumer = Callable[[dict[str, Record], dict[str, torch.Size]], None]
 
 
@@ -49,6 +53,7 @@ class _Call:
     kwargs: Any
     grads: list[Tensor | None]
     versions: list[int]  # of what it was called with
+    spent: bool = False  # whether there can be no other backward pass
 
     def is_unchanged(self) -> bool:
         return self.versions == _versions(self.args, self.kwargs)
@@ -177,6 +182,7 @@ class ExampleAttachment:
                     call.grads = [None] * count
                     self._calls.append(call)
                 call.grads[place] = grad
+                call.spent = not _graph_is_kept()
 
             for place, leaf in enumerate(outputs):
                 if leaf.requires_grad:
@@ -190,15 +196,16 @@ class ExampleAttachment:
                 return
             given = args[0] if args else next(iter(kwargs.values()))
             # What comes from outside may be a buffer that is filled again before the pass, or the pair, is complete.
-            x = given.detach() if given.requires_grad else given.clone()
-            version, shape = x._version, output.shape
+            held = [given if given.requires_grad else given.clone()]
+            version, shape = held[0]._version, output.shape
 
             def on_grad(grad: Tensor) -> None:
                 if torch._C._current_graph_task_id() != self._task:
                     self._begin(grad)
+                x = held[0] if _graph_is_kept() else held.pop()
                 if x._version != version:
                     raise changed_in_place(layer)
-                seen = Seen.of(layer, x, grad, shape)
+                seen = Seen(layer, x, grad, shape, version, grad._version)
                 if grad.device == self._putting_off:
                     self._put_off(seen)
                 else:
@@ -255,11 +262,13 @@ class ExampleAttachment:
     def _look(self) -> None:
         """At what has been put off."""
         assert self.sketcher is not None
-        seen, self._seen, self._bytes = self._seen, [], 0
+        seen, self._seen = self._seen, []
+        nbytes, self._bytes = self._bytes, 0
         changed = next((one for one in seen if one.changed), None)
         if changed is not None:
             raise changed_in_place(changed.layer)
-        self.sketcher.add_piece(self.replays(seen, self._ordering._examples_due(), self.sketcher.version))
+        num = self._ordering._examples_due()
+        self.sketcher.add_piece(self.replays(seen, nbytes, num, self.sketcher.version))
 
     def _made(self, seen: list[Seen]) -> Joined:
         """What the layers of a pass that were put off add to rows."""
@@ -278,7 +287,8 @@ class ExampleAttachment:
         assert handler is not None
         num = self._count(seen.layer, [grad])
         wide = torch.promote_types(grad.dtype, torch.float32)
-        inputs = seen.x if not seen.x.is_floating_point() else seen.x.to(wide)
+        inputs = seen.x.detach()
+        inputs = inputs.to(wide) if inputs.is_floating_point() else inputs
         with _full_precision(grad.device):
             self._keep(seen.layer, handler(seen.layer.module, inputs, grad.to(wide), num), num)
 
@@ -362,6 +372,8 @@ class ExampleAttachment:
                 num = self._count(call.layer, call.grads)
                 found = differentiated(call.layer.module, call.args, call.kwargs, call.grads, num, self._opened)
                 self._keep(call.layer, found, num)
+                if call.spent:
+                    call.args, call.kwargs = (), {}
         finally:
             self._differentiating = False
 

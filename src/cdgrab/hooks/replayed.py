@@ -1,8 +1,8 @@
 """Short rows of a pass, replayed: on a GPU the many small operations of a sketch take longer to launch than to do.
 
-What layers saw is kept until it is looked at, several layers at once. In a training loop tensors come to lie where
-those of the step before were, so what is done with them is recorded as a CUDA graph that reads them there. Where they
-do not, it is recorded on copies.
+What layers saw is kept until it is looked at, several layers at once. What is done with it is recorded as a CUDA graph:
+with little, on copies. In a training loop tensors come to lie where those of the step before were, so with more, where
+it is; but if it moves about, on copies too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from cdgrab.graphs import at_home, copy_all, recording
 log = logging.getLogger("cdgrab")
 
 _LEAST_ROOM = 1 << 25  # bytes of what layers see that may be kept
+_LITTLE = 1 << 24  # bytes that are copied at once
 _MOST_COPIED = 1 << 30  # bytes of copies; larger models keep a GPU busy
 _MOST_RECORDED = 64  # at a time
 _MOST_RECORDINGS = 256  # in all: where there is no end to them, passes are not alike
@@ -97,22 +98,22 @@ class Replays:
             [p.requires_grad for module in modules for p in module._parameters.values() if p is not None]
         )
 
-    def __call__(self, seen: list[Seen], num: int, version: int) -> Joined:
+    def __call__(self, seen: list[Seen], nbytes: int, num: int, version: int) -> Joined:
         """What `num` examples get from the layers of a pass that were `seen`; valid until another pass begins.
 
-        With another `version`, `make` does something else, and what was recorded is forgotten.
+        They saw so many bytes. With another `version`, `make` does something else, and what was recorded is forgotten.
         """
         if version != self._version:
             self._version = version
             self.forget()
         kind = (num, self._trained, seen[0].grad.device, tuple([one.kind for one in seen]))
-        here = (kind, places(seen))
+        here = (kind, places(seen)) if nbytes > _LITTLE else kind
         recorded = self._recorded.get(here) or self._recorded.get(kind)
         if recorded is None and self.possible:
             if self._known[here]:
-                recorded = self._record(here, kind, seen, copied=False)
+                recorded = self._record(here, kind, seen, 0 if here is not kind else nbytes)
             elif self._known[kind] > _MOST_MOVES:
-                recorded = self._record(kind, kind, seen, copied=True)
+                recorded = self._record(kind, kind, seen, nbytes)
         if recorded is not None and kind not in self._used:
             self._used.append(kind)
             self._known[kind] = 0
@@ -120,7 +121,7 @@ class Replays:
             return self._joined[kind]
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
-        self._known.update((kind, here))
+        self._known.update({kind, here})
         return self._make(seen)
 
     def forget(self) -> None:
@@ -131,18 +132,17 @@ class Replays:
         self._joined.clear()
         self._pool = None
 
-    def _record(self, key: Hashable, kind: Hashable, seen: list[Seen], *, copied: bool) -> _Kept | None:
-        nbytes = sum(one.x.nbytes + one.grad.nbytes for one in seen) if copied else 0
-        if self._recordings == _MOST_RECORDINGS:
-            return None
-        if copied and nbytes + sum(kept.nbytes for kept in self._recorded.values()) > _MOST_COPIED:
+    def _record(self, key: Hashable, kind: Hashable, seen: list[Seen], copied: int) -> _Kept | None:
+        """With copies of so many bytes, or with none."""
+        before = sum(kept.copied for kept in self._recorded.values())
+        if self._recordings == _MOST_RECORDINGS or (copied and before + copied > _MOST_COPIED):
             return None
         if len(self._recorded) >= _MOST_RECORDED:
             self._drop_first()
         try:
             if kind not in self._joined:
                 self._joined[kind] = self._make(seen)
-            recording = Recording(seen, self._make, self._joined[kind].rows_ND, self._pool, copied=copied)
+            recording = Recording(seen, self._make, self._joined[kind].rows_ND, self._pool, copied=copied > 0)
         except RuntimeError as error:  # too little memory, or something CUDA does not record
             self.possible = False
             self.forget()
@@ -150,7 +150,7 @@ class Replays:
             return None
         self._recordings += 1
         self._pool = recording.pool
-        kept = self._recorded[key] = _Kept(recording, kind, nbytes)
+        kept = self._recorded[key] = _Kept(recording, kind, copied)
         return kept
 
     def _drop_first(self) -> None:
@@ -167,7 +167,7 @@ def places(seen: list[Seen]) -> Hashable:
 class _Kept(NamedTuple):
     recording: Recording
     kind: Hashable
-    nbytes: int  # of copies
+    copied: int  # bytes
 
 
 class Recording:

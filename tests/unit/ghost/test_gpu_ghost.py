@@ -90,12 +90,13 @@ def train(model: nn.Module, x: Tensor, y: Tensor, source: str) -> list[list[int]
 
 
 @pytest.mark.parametrize(("dtype", "rtol", "atol"), [(torch.float64, 1e-9, 1e-12), (torch.float32, 1e-3, 1e-5)])
-@pytest.mark.parametrize("room", [1, 1 << 25])
+@pytest.mark.parametrize(("room", "little"), [(1, 0), (1 << 25, 0), (1 << 25, 1 << 24)])
 @pytest.mark.parametrize("name", ["mlp", "lenet", "tied", "used twice", "normed", "lstm"])
 def test_replayed_sketches(
-    name: str, room: int, dtype: torch.dtype, rtol: float, atol: float, monkeypatch: pytest.MonkeyPatch
+    name: str, room: int, little: int, dtype: torch.dtype, rtol: float, atol: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ghost, "room_for", lambda grad: room)
+    monkeypatch.setattr(replayed, "_LITTLE", little)
     expected, _ = sketches(name, replays=False, device="cuda", dtype=dtype)
     found, recordings = sketches(name, replays=True, device="cuda", dtype=dtype)
     assert recordings > 0
@@ -108,6 +109,7 @@ def test_sketches_of_tensors_that_move(name: str, monkeypatch: pytest.MonkeyPatc
     steps = iter(range(10**6))
     monkeypatch.setattr(replayed, "places", lambda seen: next(steps))
     monkeypatch.setattr(replayed, "_MOST_MOVES", 2)
+    monkeypatch.setattr(replayed, "_LITTLE", 0)
     expected, _ = sketches(name, replays=False, device="cuda")
     found, recordings = sketches(name, replays=True, device="cuda")
     assert recordings > 0

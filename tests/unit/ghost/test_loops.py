@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -419,3 +420,38 @@ def test_a_pass_that_breaks_off_does_not_end_observing() -> None:
         net[2](hidden).sum().backward()  # type: ignore[index]
     cross_entropy(net(X[:4]), Y[:4]).backward()
     assert len(ordering.remaining()) == 20
+
+
+@pytest.mark.parametrize("source", ["ghost", "sketch"])
+@pytest.mark.parametrize("name", ["mlp", "unknown"])
+def test_a_loss_that_is_kept_keeps_nothing_else(name: str, source: str) -> None:
+    """PyTorch frees what a graph was made for after the backward pass, whoever keeps the loss; so do hooks."""
+    model, x, y = build(name, 24)
+    ordering = Ordering(len(x), batch_size=6, unit_size=1, world=World.simulated(6))
+    ordering.attach(model, source=source)
+    inputs: list[weakref.ref[Tensor]] = []
+    list(model.children())[-1].register_forward_hook(lambda module, args, output: inputs.append(weakref.ref(args[0])))
+    losses = []
+    for batch in torch.arange(24).split(6):
+        losses.append(cross_entropy(model(x[batch]), y[batch]))
+        losses[-1].backward()
+    ordering.detach()
+    assert len(inputs) == 4
+    assert not any(reference() is not None for reference in inputs)
+
+
+@pytest.mark.parametrize("name", ["mlp", "unknown"])
+def test_a_graph_that_is_kept_serves_twice(name: str) -> None:
+    model, x, y = build(name, 6)
+    ordering = Ordering(12, batch_size=6, unit_size=1, world=World.simulated(6))
+    ordering.attach(model, source="sketch", fitted=False)
+    found: list[Tensor] = []
+    attachment: Any = ordering._attachment
+    attachment.consume = lambda records, shapes: found.append(attachment.sketcher(records, 0))
+    attachment._before_forward()  # of another model, for instance
+    loss = cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    attachment._before_forward()
+    loss.backward()
+    assert len(found) == 2
+    torch.testing.assert_close(found[0], found[1])

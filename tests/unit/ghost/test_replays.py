@@ -49,6 +49,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ghost, "recordable", lambda grad: True)
     monkeypatch.setattr(replayed, "Recording", Traced)
     monkeypatch.setattr(replayed, "places", lambda seen: ())
+    monkeypatch.setattr(replayed, "_LITTLE", 0)
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -113,6 +114,19 @@ def test_tensors_that_move_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     found, recordings = sketches("mlp", replays=True, epochs=5)
     assert recordings == 1  # of whole batches, which there were enough of
     assert made == [True]
+    same(found, expected)
+
+
+def test_little_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replayed, "_LITTLE", 1 << 20)
+    steps = iter(range(10**6))
+    monkeypatch.setattr(replayed, "places", lambda seen: next(steps))
+    made: list[bool] = []
+    monkeypatch.setattr(Traced, "__init__", _noting(made, Traced.__init__))
+    expected, _ = sketches("mlp", replays=False, epochs=5)
+    found, recordings = sketches("mlp", replays=True, epochs=5)
+    assert recordings == 2  # of whole and of short batches
+    assert made == [True, True]
     same(found, expected)
 
 
