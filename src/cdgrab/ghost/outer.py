@@ -19,9 +19,16 @@ def outer_sums(b_NTq: Tensor, left_mq: Tensor | None, a_NTp: Tensor, right_kp: T
         from cdgrab.ghost import kernels
 
         return kernels.outer_sums(b_NTq, left_mq, a_NTp, right_kp)
-    left_NTm = b_NTq if left_mq is None else b_NTq @ left_mq.T
-    right_NTk = a_NTp if right_kp is None else a_NTp @ right_kp.T
-    return left_NTm.mT @ right_NTk
+    return _across(b_NTq, left_mq) @ _across(a_NTp, right_kp).mT
+
+
+def _across(vectors_NTp: Tensor, projection_kp: Tensor | None) -> Tensor:
+    """`N x k x T`: as `shortened`, in whichever way nothing has to be copied."""
+    if projection_kp is None:
+        return vectors_NTp.mT
+    if vectors_NTp.stride(2) == 1:
+        return (vectors_NTp @ projection_kp.T).mT
+    return projection_kp @ vectors_NTp.mT
 
 
 def shortened(vectors_NTp: Tensor, projection_kp: Tensor | None) -> Tensor:
