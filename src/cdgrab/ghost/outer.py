@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cdgrab.balance.tables import has_kernels
 
-_MOST_DIRECTIONS = 64  # of a side that Triton's kernel takes
+MOST_DIRECTIONS = 64  # of a side that Triton's kernel takes
 
 
 def outer_sums(b_NTq: Tensor, left_mq: Tensor | None, a_NTp: Tensor, right_kp: Tensor | None) -> Tensor:
@@ -15,7 +15,7 @@ def outer_sums(b_NTq: Tensor, left_mq: Tensor | None, a_NTp: Tensor, right_kp: T
         vectors.shape[2] if projection is None else len(projection)
         for vectors, projection in ((b_NTq, left_mq), (a_NTp, right_kp))
     )
-    if has_kernels(b_NTq, a_NTp) and max(widths) <= _MOST_DIRECTIONS and a_NTp.numel() and b_NTq.numel():
+    if has_kernels(b_NTq, a_NTp) and max(widths) <= MOST_DIRECTIONS and a_NTp.numel() and b_NTq.numel():
         from cdgrab.ghost import kernels
 
         return kernels.outer_sums(b_NTq, left_mq, a_NTp, right_kp)
@@ -35,7 +35,7 @@ def shortened(vectors_NTp: Tensor, projection_kp: Tensor | None) -> Tensor:
     """`N x T x k`: every vector, projected."""
     if projection_kp is None:
         return vectors_NTp
-    if not has_kernels(vectors_NTp):
+    if not has_kernels(vectors_NTp) or len(projection_kp) > MOST_DIRECTIONS:
         return vectors_NTp @ projection_kp.T
     num, positions, _ = vectors_NTp.shape
     alone = vectors_NTp.reshape(num * positions, 1, -1)

@@ -131,6 +131,14 @@ def check_mixing(name: str, module: nn.Module) -> None:
         )
 
 
+def spent(layer: Layer) -> RuntimeError:
+    """For a graph that has been used up, which PyTorch itself would say a little later."""
+    return RuntimeError(
+        f"a backward pass comes by layer {layer.name!r} ({type(layer.module).__name__}) for the second time, and the "
+        "first was not called with retain_graph=True; add the losses up and call backward() once"
+    )
+
+
 def changed_in_place(layer: Layer) -> ValueError:
     """For tensors that are no longer what the layer saw."""
     return ValueError(

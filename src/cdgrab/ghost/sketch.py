@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cdgrab.balance.tables import has_kernels
 from cdgrab.ghost.convolved import Convolved
-from cdgrab.ghost.outer import outer_sums, shortened
+from cdgrab.ghost.outer import MOST_DIRECTIONS, outer_sums, shortened
 from cdgrab.ghost.records import Lookup, Matrix, Record, Summed
 from cdgrab.units import generator
 
@@ -95,7 +95,7 @@ class Sketcher:
     def joined(self, parts: dict[str, Tensor]) -> Joined:
         """Parts of rows as a piece of them."""
         names = tuple(name for name in self._shapes if name in parts)
-        return Joined(torch.cat([parts[name] for name in names], dim=1), names)
+        return Joined(torch.cat([parts[name] for name in names], dim=1) if names else torch.zeros(0, 0), names)
 
     def take(self, name: str, record: Record, epoch: int) -> bool:
         """Shorten a record of the batch under way, as soon as it is there; nothing of it need be kept then.
@@ -158,7 +158,12 @@ class Sketcher:
             return record.projected(
                 self._projection((name, "a"), sizes[1], p, record.x), self._unless_whole((name, "b"), q, record.grad)
             ).flatten(1)
-        if isinstance(record, Summed) and not gathering and has_kernels(record.vectors_NTp):
+        if (
+            isinstance(record, Summed)
+            and not gathering
+            and has_kernels(*record.tensors)
+            and sizes[1] <= MOST_DIRECTIONS
+        ):
             vectors_NTp = record.vectors_NTp
             ones = vectors_NTp.new_ones(1, 1, 1).expand(*vectors_NTp.shape[:2], 1)
             return outer_sums(ones, None, vectors_NTp, self._unless_whole((name, "a"), p, vectors_NTp)).flatten(1)

@@ -27,6 +27,7 @@ from cdgrab.ghost.plan import (
     check_sums,
     check_whole,
     find_layers,
+    spent,
 )
 from cdgrab.ghost.records import Record, total
 from cdgrab.ghost.recurrent import Opened, called_with, opens
@@ -177,7 +178,8 @@ class ExampleAttachment:
             call = _Call(layer, args, kwargs, [None] * count, _versions(args, kwargs))
 
             def on_grad(grad: Tensor, place: int) -> None:
-                self._queue()
+                if torch._C._current_graph_task_id() != self._task:
+                    self._begin(grad)
                 if not any(known is call for known in self._calls):  # of another pass, they count no more
                     call.grads = [None] * count
                     self._calls.append(call)
@@ -202,6 +204,8 @@ class ExampleAttachment:
             def on_grad(grad: Tensor) -> None:
                 if torch._C._current_graph_task_id() != self._task:
                     self._begin(grad)
+                if not held:
+                    raise spent(layer)
                 x = held[0] if _graph_is_kept() else held.pop()
                 if x._version != version:
                     raise changed_in_place(layer)
@@ -218,11 +222,7 @@ class ExampleAttachment:
 
         return after
 
-    def _queue(self) -> None:
-        if torch._C._current_graph_task_id() != self._task:
-            self._begin(None)
-
-    def _begin(self, grad: Tensor | None) -> None:
+    def _begin(self, grad: Tensor) -> None:
         """A pass, with the gradient that came first."""
         # If a pass before broke off, what it left is not to be mixed with what comes.
         self._records.clear()
@@ -233,7 +233,7 @@ class ExampleAttachment:
         if self._expected is not None:
             self._expected.clear()
             self._found.clear()
-        self._putting_off = grad.device if grad is not None and self._puts_off(grad) else None
+        self._putting_off = grad.device if self._puts_off(grad) else None
         if self._putting_off is not None:
             self.replays.begin([layer.module for layer in self._layers])
         self._task = torch._C._current_graph_task_id()
@@ -337,6 +337,7 @@ class ExampleAttachment:
         taken, self._records = self._records, defaultdict(list)
         expected, found = self._expected, self._found
         if not self._accumulated:
+            self._seen, self._bytes = [], 0
             self._drop()
             return  # somebody asked for gradients of something else, with torch.autograd.grad
         if self._forwards and self._forwards == self._forwards_before:

@@ -142,6 +142,8 @@ class Replays:
         try:
             if kind not in self._joined:
                 self._joined[kind] = self._make(seen)
+            if not self._joined[kind].names:
+                return None  # of layers that are frozen there is nothing to record
             recording = Recording(seen, self._make, self._joined[kind].rows_ND, self._pool, copied=copied > 0)
         except RuntimeError as error:  # too little memory, or something CUDA does not record
             self.possible = False

@@ -455,3 +455,28 @@ def test_a_graph_that_is_kept_serves_twice(name: str) -> None:
     loss.backward()
     assert len(found) == 2
     torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("source", ["ghost", "sketch"])
+def test_a_graph_that_is_used_up_is_an_error(source: str) -> None:
+    model, x, y = build("mlp", 6)
+    ordering = Ordering(12, batch_size=6, unit_size=1, world=World.simulated(6))
+    ordering.attach(model, source=source)
+    loss = cross_entropy(model(x), y)
+    loss.backward()
+    model(x)  # so that it is not the number of passes that is wrong
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_gradients_asked_for_otherwise_leave_nothing() -> None:
+    model, x, y = build("mlp", 6)
+    ordering = Ordering(60, batch_size=6, unit_size=1, world=World.simulated(6))
+    ordering.attach(model, source="sketch", fitted=False)
+    cross_entropy(model(x), y).backward()
+    here = x.requires_grad_()
+    torch.autograd.grad(cross_entropy(model(here), y), here)
+    attachment: Any = ordering._attachment
+    assert not attachment._seen
+    assert not attachment._records
+    assert ordering.examples_left == 54

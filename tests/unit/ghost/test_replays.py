@@ -67,9 +67,13 @@ def test_rows_are_the_same(name: str) -> None:
     same(found, expected)
 
 
-def test_parameters_that_are_frozen_and_trained_again() -> None:
+@pytest.mark.parametrize("room", [1, 1 << 25])
+def test_parameters_that_are_frozen_and_trained_again(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ghost, "room_for", lambda grad: room)
+
     def freeze(model: nn.Module, step: int) -> None:
-        next(model.parameters()).requires_grad_(not 12 <= step < 18)
+        for parameter in list(model.parameters())[: 2 if step % 2 else 1]:
+            parameter.requires_grad_(not 12 <= step < 18)
 
     expected, _ = sketches("mlp", replays=False, epochs=5, before=freeze)
     found, _ = sketches("mlp", replays=True, epochs=5, before=freeze)
