@@ -24,7 +24,8 @@ _TABLE_PAYS = 1 << 11  # on a CPU rows up to this length go through a table
 def block_size(rows_KD: Tensor) -> int:
     """How many rows share a table: their Gram matrix costs `K * dim` operations per row, the table a call or two."""
     if rows_KD.is_cuda:
-        return 64 if rows_KD.shape[1] < tables.LONG_ON_GPU else 8
+        dim = rows_KD.shape[1]
+        return 64 if dim < tables.LONG_ON_GPU else 8 if dim < tables.HUGE_ON_GPU else 16
     return 64 if rows_KD.shape[1] <= 2048 else 32
 
 

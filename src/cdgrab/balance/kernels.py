@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cdgrab.balance.tables import HUGE_ON_GPU
+
 _FEW_ROWS = 16  # up to here every pair of rows has an accumulator of its own
 _LEAST_ROWS = 8  # up to here they leave registers for other kernels
 _PROGRAMS = 528  # four for each multiprocessor of a large GPU
@@ -49,14 +51,14 @@ def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor, *, in
     """As `tables.table`; `in_place` puts the differences in the place of `rows_KD`."""
     num_rows, dim = rows_KD.shape
     few, programs, stages = num_rows <= _FEW_ROWS, _PROGRAMS, 1
-    if num_rows <= _LEAST_ROWS:
+    if num_rows <= _LEAST_ROWS and dim < HUGE_ON_GPU:
         # Few programs, with the columns to come on their way: nearly as fast as many, and matrix products that run
         # beside them find room. Eight rows and as many to subtract take one for each multiprocessor; fewer take more,
-        # so that as many numbers are on their way, and so do rows that keep a GPU busy by themselves.
+        # so that as many numbers are on their way.
         padded, columns, warps, stages = num_rows, 256, 8, 3
-        programs = max(4 * _PROGRAMS // (num_rows if minus_KD is None else 2 * num_rows), dim >> 16)
+        programs = 4 * _PROGRAMS // (num_rows if minus_KD is None else 2 * num_rows)
     elif few:
-        padded, columns, warps = num_rows, 256 if num_rows <= 12 else 128, 4
+        padded, columns, warps = num_rows, 512 if num_rows <= _LEAST_ROWS else 256 if num_rows <= 12 else 128, 4
     else:
         padded, columns, warps = triton.next_power_of_2(num_rows), 32, 2
     width = math.ceil(dim / (programs * columns)) * columns

@@ -22,6 +22,7 @@ from cdgrab.balance.rules import FloatArray, Rule
 
 _STRETCH = 1 << 14  # columns that a CPU takes at a time
 LONG_ON_GPU = 1 << 19  # from here on the rows themselves are what takes time, not the launches
+HUGE_ON_GPU = 1 << 23  # and from here on they keep a GPU busy; nothing else finds room beside them
 
 
 def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor) -> Tensor:
