@@ -35,6 +35,7 @@ SIZES = {"transformer-3m": (256, 4), "transformer-30m": (640, 6)}
 MODELS = ["mlp", "lenet", "adapters", "lstm", "encoder-3m", *SIZES]
 IMPOSSIBLE = {("opacus", "lstm"), ("opacus", "encoder-3m")}  # it has layers of its own for these
 CONTENDERS = ["plain", "ghost", "sketch", "rows", "opacus", "vmap"]
+FLOOR = "hooks"  # of everything that watches layers: hooks that do nothing
 
 
 class Lenet(nn.Module):
@@ -157,6 +158,8 @@ def stepper(contender: str, name: str, batch: int, device: str) -> Callable[[], 
     sources = {"ghost": "ghost", "sketch": "sketch", "rows": "per_example"}
     if contender in sources:
         ordering.attach(model, source=sources[contender], fitted=False)  # as in epochs that gather nothing
+    if contender == FLOOR:
+        _watch(model)
     if contender == "opacus":
         model = importlib.import_module("opacus.grad_sample").GradSampleModule(model)
 
@@ -178,6 +181,20 @@ def stepper(contender: str, name: str, batch: int, device: str) -> Callable[[], 
         optimizer.zero_grad()
 
     return step
+
+
+def _watch(model: nn.Module) -> None:
+    """Hooks where attachments have theirs."""
+
+    def on_grad(grad: Tensor) -> None:
+        pass
+
+    def after(module: nn.Module, args: Any, output: Tensor) -> None:  # noqa: ARG001
+        output.register_hook(on_grad)
+
+    for module in model.modules():
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            module.register_forward_hook(after)
 
 
 def peak(contender: str, name: str, batch: int, device: str) -> float:
@@ -280,7 +297,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 128])
-    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=[*CONTENDERS, FLOOR])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -301,7 +318,8 @@ def main() -> None:
         "`attach(model, source='ghost')`; `rows` is `source='per_example'`; `vmap` "
         "is `per_example_grads` with `observe`, which replaces the backward pass; `opacus` is its per-sample gradients "
         "with `observe`; `sketch` is `source='sketch'` with about 1,024 numbers per example, in an epoch that fits "
-        f"nothing. A contender whose rows would take more than {MOST_NUMBERS[options.device] * 4 / 2**30:.0f} GiB is "
+        f"nothing; `hooks` are hooks that do nothing. "
+        f"A contender whose rows would take more than {MOST_NUMBERS[options.device] * 4 / 2**30:.0f} GiB is "
         "left out. Every example is a worker. Peak memory above what there was before the model was made, numba "
         "loaded: of a process, or of the GPU, workspaces of cuBLAS included.\n\n" + report.table(header, rows)
     )
