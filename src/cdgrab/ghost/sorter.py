@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdgrab.balance.rules import Rule
+from cdgrab.balance.rules import Greedy, Rule
 from cdgrab.balance.tables import decide
 from cdgrab.balance.tally import Tally
 from cdgrab.decisions import Decisions
 from cdgrab.exchange.base import BoolArray
+from cdgrab.ghost import compiled
 from cdgrab.ghost.pairs import Batch, Pairs, ReplayedPairs, Work, difference, replayable
 from cdgrab.ghost.records import Lookup, Matrix, Record, Rows, stacked, taken
 from cdgrab.units import IntArray
@@ -123,6 +124,10 @@ class GhostPairs:
             return
         if not active_K.all():
             pairs = {name: taken(record, torch.from_numpy(index)) for name, record in pairs.items()}
+        if type(self._rule) is Greedy and compiled.takes(pairs, self.running_sum):
+            self._balanced = True
+            self._count(torch.from_numpy(compiled.pair_signs(pairs, self.running_sum)), index)
+            return
         self._decide(Pairs(pairs, self.running_sum), index)
 
     def _decide(self, work: Work, index: IntArray) -> None:
@@ -132,10 +137,13 @@ class GhostPairs:
         for block in range(len(work)):
             decided_4K = decide(work.table(block), self._rule)
             work.add(block, decided_4K[1])
-            self._tally.add_decided(decided_4K)
             stop = start + decided_4K.shape[1]
-            self.decisions.append_pairs(index[start:stop] % self._num_workers, decided_4K[0])
+            self._count(decided_4K, index[start:stop])
             start = stop
+
+    def _count(self, decided_4K: Tensor, index: IntArray) -> None:
+        self._tally.add_decided(decided_4K)
+        self.decisions.append_pairs(index % self._num_workers, decided_4K[0])
 
     def _make_room(self, batch: Batch, shapes: dict[str, torch.Size]) -> None:
         for name, record in batch.items():
