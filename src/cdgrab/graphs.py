@@ -11,18 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_LITTLE_LEFT = 1 << 28  # bytes
+
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any | None = None) -> Iterator[None]:
     """Record what is done in here. Other threads, such as a loader's, may do what they like meanwhile.
 
-    Unlike `torch.cuda.graph` it does not give cached memory back first: tensors of the next step are to be where those
-    of this one are.
+    Unlike `torch.cuda.graph` it does not give cached memory back first, unless there is little left: tensors of the
+    next step are to be where those of this one are.
     """
     collecting = gc.isenabled()
     # Whatever happens while recording, the stream that was current is current again afterwards.
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
         torch.cuda.synchronize()
+        if torch.cuda.mem_get_info(device)[0] < _LITTLE_LEFT:
+            torch.cuda.empty_cache()  # which cannot be done while recording
         gc.disable()  # what is collected meanwhile might have to wait for the device
         try:
             with torch.cuda.stream(_apart(device)):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cdgrab.balance import compiled
 from cdgrab.balance.balancer import Balancer, Signs
+from cdgrab.balance.recorded import RecordedBlocks
 from cdgrab.balance.rules import RuleMaker
 from cdgrab.balance.tally import Tally
 from cdgrab.decisions import Decisions
@@ -83,6 +84,8 @@ class SignSorter:
         self._workers = self._tiled = np.arange(len(rngs))
         self._centring = CENTRINGS[spec.centring](len(rngs))
         self._balancers = [Balancer(make_rule(rng)) for rng in (rngs[:1] if spec.coordinated else rngs)]
+        if len(self._balancers) == 1:
+            self._balancers[0].blocks = RecordedBlocks()
         self._block = block
         self._waiting_TWD = torch.zeros(0, len(rngs), 0)
         self._num_waiting = 0

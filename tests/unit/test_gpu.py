@@ -77,7 +77,7 @@ def test_rows_that_wait_are_balanced_by_a_recording(monkeypatch: pytest.MonkeyPa
     vectors = randn(640, 300).cuda()
 
     def orders(most: int) -> tuple[list[list[int]], int]:
-        monkeypatch.setattr(recorded, "_MOST_RECORDED", most)
+        monkeypatch.setattr(recorded, "_MOST_RECORDINGS", most)
         ordering = Ordering(640, batch_size=10, unit_size=1, world=World.simulated(10), block=80)
         found = []
         for epoch in range(4):
@@ -86,7 +86,7 @@ def test_rows_that_wait_are_balanced_by_a_recording(monkeypatch: pytest.MonkeyPa
                 ordering.observe(vectors[batch.cuda()])
             found.append(ordering.order.tolist())
         sorter: Any = ordering._sorter
-        return found, len(sorter._balancers[0]._blocks._recorded)
+        return found, len(sorter._balancers[0].blocks._recorded)
 
     expected, never = orders(0)
     found, recordings = orders(8)

@@ -41,7 +41,7 @@ class Balancer:
     running_sum: Tensor = field(default_factory=lambda: torch.zeros(0))
     tally: Tally = field(default_factory=Tally)
     scratch: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
-    _blocks: RecordedBlocks = field(default_factory=RecordedBlocks)
+    blocks: RecordedBlocks | None = None  # for what is the same every time
 
     def start_epoch(self, epoch: int, num_rows: int) -> None:
         """Begin at a running sum of zero."""
@@ -79,7 +79,8 @@ class Balancer:
             late = [part for part in signs if isinstance(part, Tensor)]
             return torch.cat(late) if late else np.concatenate(signs)
         self._make_room(rows_mWD)
-        decided_4N = self._blocks(rows_mWD, minus_mWD, self.running_sum, self.rule)
+        balance_blocks = self.blocks or tables.balance_blocks
+        decided_4N = balance_blocks(rows_mWD, minus_mWD, self.running_sum, self.rule)
         self.tally.add_decided(decided_4N)
         return decided_4N[0]
 

@@ -203,6 +203,7 @@ def _few_rows(
 ):
     """Every program takes `width` columns. A thread keeps all its products in registers until the end."""
     program = tl.program_id(0).to(tl.int64)
+    wide = program * 0  # how far it is to the last row takes more than 32 bits
     begin = program * width
     end = tl.minimum(begin + width, dim)
     products = ()
@@ -214,11 +215,11 @@ def _few_rows(
         r = tl.load(running_sum + column, mask=inside, other=0.0)
         d = ()
         for k in tl.static_range(ROWS):
-            x = tl.load(rows + k * row_stride + column, mask=inside, other=0.0)
+            x = tl.load(rows + (wide + k) * row_stride + column, mask=inside, other=0.0)
             if SUBTRACT:
-                x -= tl.load(minus + k * minus_stride + column, mask=inside, other=0.0)
+                x -= tl.load(minus + (wide + k) * minus_stride + column, mask=inside, other=0.0)
             if IN_PLACE:
-                tl.store(rows + k * row_stride + column, x, mask=inside)
+                tl.store(rows + (wide + k) * row_stride + column, x, mask=inside)
             d = d + (x,)
         added = ()
         for k in tl.static_range(ROWS):
@@ -442,14 +443,16 @@ def _advance(
     COLUMNS: tl.constexpr,
     SUBTRACT: tl.constexpr,
 ):
-    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    program = tl.program_id(0).to(tl.int64)
+    wide = program * 0
+    column = program * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < dim
     r = tl.load(running_sum + column, mask=inside)
     for k in range(num_rows):
         weight = tl.load(weights + k).to(tl.float32)
         counts = inside & (weight != 0)  # a row that is not finite is not even read
-        x = tl.load(rows + k * row_stride + column, mask=counts, other=0.0)
+        x = tl.load(rows + (wide + k) * row_stride + column, mask=counts, other=0.0)
         if SUBTRACT:
-            x -= tl.load(minus + k * minus_stride + column, mask=counts, other=0.0)
+            x -= tl.load(minus + (wide + k) * minus_stride + column, mask=counts, other=0.0)
         r += weight * x
     tl.store(running_sum + column, r, mask=inside)

@@ -97,8 +97,14 @@ class Sketcher:
         names = tuple(name for name in self._shapes if name in parts)
         return Joined(torch.cat([parts[name] for name in names], dim=1) if names else torch.zeros(0, 0), names)
 
-    def take(self, name: str, record: Record, epoch: int) -> bool:
+    def take(self, name: str, record: Record, epoch: int, parts: dict[str, Tensor] | None = None) -> bool:
         """Shorten a record of the batch under way, as soon as it is there; nothing of it need be kept then.
+
+        Args:
+            name: Of the parameter.
+            record: Of it.
+            epoch: The batch's.
+            parts: Where to; by default to those of the batch.
 
         Returns:
             Whether that was done. With the first batch of an epoch it is not: before it, projections may be fitted,
@@ -106,7 +112,7 @@ class Sketcher:
         """
         if not self.settled(epoch):
             return False
-        self._add(name, record)
+        self._add(name, record, parts)
         return True
 
     def settled(self, epoch: int) -> bool:
@@ -147,8 +153,8 @@ class Sketcher:
     def _gathering(self) -> bool:
         return self._fitted and self._epoch % self._refresh == 0
 
-    def _add(self, name: str, record: Record) -> None:
-        _add(self.parts, name, self._short(name, record, self._gathering))
+    def _add(self, name: str, record: Record, parts: dict[str, Tensor] | None = None) -> None:
+        _add(self.parts if parts is None else parts, name, self._short(name, record, self._gathering))
 
     def _short(self, name: str, record: Record, gathering: bool) -> Tensor:
         sizes, (q, p) = self._sizes(name), self._sides(name)

@@ -29,7 +29,7 @@ from cdgrab.ghost.plan import (
     find_layers,
     spent,
 )
-from cdgrab.ghost.records import Record, total
+from cdgrab.ghost.records import Record, Summed, total
 from cdgrab.ghost.recurrent import Opened, called_with, opens
 from cdgrab.ghost.sketch import Joined, Sketcher
 from cdgrab.hooks.held import HeldRows
@@ -38,8 +38,8 @@ from cdgrab.hooks.replayed import Replays, Seen, recordable, room_for
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
 
-# Asked in a backward pass. What hooks hold on to lives as long as the graph, which goes on after the pass if somebody
-# keeps the loss; what they hold on to shall not, as nothing else does that the graph was made for.
+# Asked in a backward pass. What hooks hold on to would live as long as the graph, which goes on after the pass if
+# somebody keeps the loss, though what it was made for is freed.
 _graph_is_kept: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 Consumer = Callable[[dict[str, Record], dict[str, torch.Size]], None]
@@ -120,6 +120,8 @@ class ExampleAttachment:
         self._bytes = 0  # of these
         self._room = 0  # bytes, after which they are looked at
         self._putting_off: torch.device | None = None  # whether layers of the pass are, and where they are
+        self._stream = 0  # on which
+        self._used_up: list[list[Tensor]] = []  # inputs that the pass will have been the last to need
         self._first_handles: list[tuple[Tensor, Any]] = []  # needed until the first pass has been checked
         self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
         for layer in self._layers:
@@ -137,6 +139,7 @@ class ExampleAttachment:
         for handle in self._handles:
             handle.remove()
         self._stop_checking()
+        self.replays.forget()
 
     def _stop_checking(self) -> None:
         for parameter, handle in self._first_handles:
@@ -206,11 +209,13 @@ class ExampleAttachment:
                     self._begin(grad)
                 if not held:
                     raise spent(layer)
-                x = held[0] if _graph_is_kept() else held.pop()
+                if not _graph_is_kept():
+                    self._used_up.append(held)
+                x = held[0]
                 if x._version != version:
                     raise changed_in_place(layer)
                 seen = Seen(layer, x, grad, shape, version, grad._version)
-                if grad.device == self._putting_off:
+                if grad.device == self._putting_off and _stream_of(grad) == self._stream:
                     self._put_off(seen)
                 else:
                     with torch.no_grad():
@@ -230,10 +235,12 @@ class ExampleAttachment:
         self._seen, self._bytes = [], 0
         self._drop()
         self._accumulated.clear()
+        self._used_up.clear()
         if self._expected is not None:
             self._expected.clear()
             self._found.clear()
         self._putting_off = grad.device if self._puts_off(grad) else None
+        self._stream = _stream_of(grad)
         if self._putting_off is not None:
             self.replays.begin([layer.module for layer in self._layers])
         self._task = torch._C._current_graph_task_id()
@@ -273,16 +280,13 @@ class ExampleAttachment:
     def _made(self, seen: list[Seen]) -> Joined:
         """What the layers of a pass that were put off add to rows."""
         assert self.sketcher is not None
-        before, self.sketcher.parts = self.sketcher.parts, {}
-        try:
-            for one in seen:
-                self._take(one)
-            return self.sketcher.joined(self.sketcher.parts)
-        finally:
-            self.sketcher.parts = before
+        parts: dict[str, Tensor] = {}
+        for one in seen:
+            self._take(one, parts)
+        return self.sketcher.joined(parts)
 
-    def _take(self, seen: Seen) -> None:
-        """The records of a known layer."""
+    def _take(self, seen: Seen, parts: dict[str, Tensor] | None = None) -> None:
+        """The records of a known layer; what is short goes to `parts`, or to those of the batch."""
         handler, grad = handler_of(seen.layer.module), seen.grad.reshape(seen.shape)
         assert handler is not None
         num = self._count(seen.layer, [grad])
@@ -290,7 +294,7 @@ class ExampleAttachment:
         inputs = seen.x.detach()
         inputs = inputs.to(wide) if inputs.is_floating_point() else inputs
         with _full_precision(grad.device):
-            self._keep(seen.layer, handler(seen.layer.module, inputs, grad.to(wide), num), num)
+            self._keep(seen.layer, handler(seen.layer.module, inputs, grad.to(wide), num), num, parts)
 
     def _drop(self) -> None:
         if self.sketcher is not None:
@@ -302,7 +306,7 @@ class ExampleAttachment:
         check_count(layer, grads, num)
         return num
 
-    def _keep(self, layer: Layer, records: Records, num: int) -> None:
+    def _keep(self, layer: Layer, records: Records, num: int, parts: dict[str, Tensor] | None = None) -> None:
         """For the end of the pass; short, if that is what will be wanted."""
         # The mean over fewer examples gives each of them more weight.
         share = num / self._ordering.batch_size if self._mean else 1.0
@@ -321,8 +325,8 @@ class ExampleAttachment:
                 record = record.compact()
             if self._expected is not None:
                 self._sum_up(name, record, num, share)
-            if self.sketcher is None or not self.sketcher.take(name, record, self._ordering._epoch):
-                self._records[name].append(record)
+            if self.sketcher is None or not self.sketcher.take(name, record, self._ordering._epoch, parts):
+                self._records[name].append(record.compact() if isinstance(record, Summed) else record)
 
     def _sum_up(self, name: str, record: Record, num: int, share: float) -> None:
         """What the records of the first pass say that the gradient is."""
@@ -336,6 +340,7 @@ class ExampleAttachment:
         calls, self._calls = self._calls, []
         taken, self._records = self._records, defaultdict(list)
         expected, found = self._expected, self._found
+        used_up, self._used_up = self._used_up, []
         if not self._accumulated:
             self._seen, self._bytes = [], 0
             self._drop()
@@ -345,6 +350,9 @@ class ExampleAttachment:
                 "there was a second backward pass after one forward pass, and a batch is counted for each; with "
                 "activation checkpointing use use_reentrant=False"
             )
+        self._accumulated.clear()
+        for held in used_up:  # a pass that went on to the parameters has freed what the graph was made for
+            held.clear()
         self._forwards_before = self._forwards
         with torch.no_grad(), _full_precision(self._some.device):
             if self._seen:
@@ -389,6 +397,11 @@ class ExampleAttachment:
             },
             grads,
         )
+
+
+def _stream_of(tensor: Tensor) -> int:
+    """That work with this tensor goes to now."""
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
 
 
 def _full_precision(device: torch.device) -> AbstractContextManager[Any]:

@@ -68,8 +68,8 @@ def recordable(grad: Tensor) -> bool:
 
 
 def room_for(grad: Tensor) -> int:
-    """Bytes of what layers see that may be kept: little beside what a step takes anyway."""
-    return max(_LEAST_ROOM, torch.cuda.max_memory_allocated(grad.device) // 8 if grad.is_cuda else 0)
+    """Bytes of what layers see that may be kept: little beside what there is when a backward pass begins."""
+    return max(_LEAST_ROOM, torch.cuda.memory_allocated(grad.device) // 8 if grad.is_cuda else 0)
 
 
 class Replays:
@@ -137,13 +137,13 @@ class Replays:
         before = sum(kept.copied for kept in self._recorded.values())
         if self._recordings == _MOST_RECORDINGS or (copied and before + copied > _MOST_COPIED):
             return None
-        if len(self._recorded) >= _MOST_RECORDED:
-            self._drop_first()
         try:
             if kind not in self._joined:
                 self._joined[kind] = self._make(seen)
             if not self._joined[kind].names:
                 return None  # of layers that are frozen there is nothing to record
+            if len(self._recorded) >= _MOST_RECORDED:
+                self._drop_first(kind)
             recording = Recording(seen, self._make, self._joined[kind].rows_ND, self._pool, copied=copied > 0)
         except RuntimeError as error:  # too little memory, or something CUDA does not record
             self.possible = False
@@ -155,9 +155,10 @@ class Replays:
         kept = self._recorded[key] = _Kept(recording, kind, copied)
         return kept
 
-    def _drop_first(self) -> None:
+    def _drop_first(self, coming: Hashable) -> None:
+        """To make room for a recording of the kind that is `coming`."""
         first = self._recorded.pop(next(iter(self._recorded)))
-        if all(kept.kind != first.kind for kept in self._recorded.values()):
+        if first.kind != coming and all(kept.kind != first.kind for kept in self._recorded.values()):
             del self._joined[first.kind]
 
 

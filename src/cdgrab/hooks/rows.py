@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from cdgrab.ghost.layers import Records, differentiated, embedding, handler_of, linear, widened
 from cdgrab.ghost.plan import Layer, changed_in_place, check_count, check_sums, check_whole, find_layers
-from cdgrab.ghost.records import Lookup, Record, write_rows
+from cdgrab.ghost.records import Lookup, Record, Summed, write_rows
 from cdgrab.ghost.recurrent import Opened, Tap, called_with, opens, records_of
 
 _STREAMS = 4
@@ -77,7 +77,9 @@ class _Use:
         if handler is None:
             return differentiated(module, self.args, self.kwargs, self.grads, num, kept)
         given = self.args[0] if self.args else next(iter(self.kwargs.values()))
-        return handler(module, widened(given), widened(some), num)  # as it is: rows are written in any case
+        # As they are: rows are written in any case. But sums, which are kept until the pass ends, are taken.
+        found = handler(module, widened(given), widened(some), num)
+        return {key: record.compact() if isinstance(record, Summed) else record for key, record in found.items()}
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

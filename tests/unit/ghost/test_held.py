@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -84,3 +86,20 @@ def test_what_is_held_is_part_of_the_state(at: int, monkeypatch: pytest.MonkeyPa
     expected, _ = train(1, monkeypatch)
     found, _ = train(3, monkeypatch, resume_at=at)
     assert found == expected
+
+
+def test_how_many_steps_come_together() -> None:
+    """As many as are balanced at a time: 2^20 numbers of short rows, where a call takes a GPU's time."""
+
+    def steps(rows: Any, **how: Any) -> int:
+        ordering = Ordering(1000, batch_size=32, unit_size=1, **how)
+        return ordering._steps_together(rows)
+
+    there = SimpleNamespace(is_cuda=True, shape=(32, 1000))
+    assert steps(there, world=World.simulated(32)) == 32
+    assert steps(there, world=World.simulated(8)) == (2**20 // 8000 // 2 * 2) // 4
+    assert steps(there) == 1024 // 32
+    assert steps(SimpleNamespace(is_cuda=True, shape=(32, 1 << 16)), world=World.simulated(32)) == 1
+    assert steps(there, world=World.simulated(32), order="rr") == 1
+    assert steps(there, world=World(rank=0, size=2)) == 1
+    assert steps(torch.zeros(32, 1000), world=World.simulated(32)) == 1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import cross_entropy
 
-from _models import MODELS
+from _models import MODELS, build
 from _sketches import listen, sketches
 from cdgrab import Ordering
 from cdgrab.hooks import ghost, replayed
@@ -214,3 +214,23 @@ def test_what_a_hook_changes_before_the_pass_ends_is_an_error() -> None:
     model[0].register_forward_hook(lambda module, args, output: output.register_hook(spoil) and None)
     with pytest.raises(ValueError, match=r"layer '1' \(Linear\) took or gave was changed in place"):
         cross_entropy(model(x), y).backward()
+
+
+def test_gradients_asked_for_otherwise_leave_nothing() -> None:
+    model, x, y = build("mlp", 6)
+    ordering = Ordering(60, batch_size=6, unit_size=1, order="rr")
+    listen(ordering, model, replays=True, length=6, fitted=False)
+    cross_entropy(model(x), y).backward()
+    attachment: Any = ordering._attachment
+    here = x.requires_grad_()
+    put_off: list[int] = []
+    layer = model[0]  # type: ignore[index]
+    layer.register_forward_hook(
+        lambda module, args, output: output.register_hook(lambda grad: put_off.append(len(attachment._seen))) and None
+    )
+    torch.autograd.grad(cross_entropy(model(here), y), here)
+    assert put_off == [2]  # there was something
+    assert not attachment._seen
+    assert not attachment.sketcher.parts
+    assert not attachment.sketcher._pieces
+    assert ordering.examples_left == 54
