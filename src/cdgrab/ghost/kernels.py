@@ -4,7 +4,7 @@ An example looks a token up once or several times; what belongs to one entry of 
 the order of positions, so that a run can be repeated bit for bit. PyTorch's own way to that sorts all indices first.
 
 A short row is a sum of outer products of projected vectors. What is projected never leaves the chip, and no library for
-matrix products is called, which would take 32 MiB for itself in every recording.
+matrix products is called, which would take 32 MiB for itself where it is recorded.
 """
 
 # The inside of a kernel is Triton's language, which only looks like Python to a type checker.
