@@ -143,3 +143,35 @@ def test_blocks_of_blocks(turns: int, workers: int, dim: int, rule: Callable[[],
 def _pairs(turns: int, workers: int, dim: int) -> tuple[Tensor, Tensor]:
     rows = randn(2 * turns, workers, dim + 1)[:, :, :dim]
     return rows[0::2], rows[1::2]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 12, 16])
+def test_rows_that_keep_a_gpu_busy(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the settings of rows of many millions, on short ones."""
+    from cdgrab.balance import kernels
+
+    monkeypatch.setattr(kernels, "HUGE_ON_GPU", 100)
+    rows, minus, running_sum = randn(num_rows, 3001), randn(num_rows, 3001, seed=1), randn(3001, seed=2)
+    expected = definition(rows - minus, running_sum)
+    found = tables.table(rows.cuda(), minus.cuda(), running_sum.cuda()).cpu()
+    assert ((found - expected).abs() <= margin(expected, 3001)).all()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_rows_that_lie_far_apart() -> None:
+    """The last of 16 rows begins beyond what 32 bits can count."""
+    stride = (1 << 31) // 15 + 1024
+    if torch.cuda.mem_get_info()[0] < 5 * 15 * stride:
+        pytest.skip("too little memory")
+    rows = torch.empty(15 * stride + 512, device="cuda").as_strided((16, 512), (stride, 1))
+    rows.copy_(randn(16, 512))
+    running_sum = randn(512, seed=2)
+    expected = definition(rows, running_sum)
+    found = tables.table(rows, None, running_sum.cuda()).cpu()
+    assert ((found - expected).abs() <= margin(expected, 512)).all()
+    moved = running_sum.cuda()
+    tables.advance(moved, rows, None, torch.ones(16, dtype=torch.float64, device="cuda"))
+    torch.testing.assert_close(moved.cpu(), running_sum + rows.cpu().sum(0), rtol=1e-4, atol=1e-4)
