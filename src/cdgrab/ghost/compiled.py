@@ -20,7 +20,7 @@ from cdgrab.balance import compiled
 from cdgrab.balance.rules import FloatArray
 from cdgrab.ghost.records import Pair, Record, Rows
 
-_MOST_NUMBERS = 1 << 17  # of the running sum: half a megabyte, which a core keeps to itself
+MOST_NUMBERS = 1 << 17  # of the running sum: half a megabyte, which a core keeps to itself
 # What a table takes is told in multiplications: matrix products do them four times as fast as the loop, on two cores,
 # and the calls for a matrix, or for rows, take as long as so many.
 _FASTER = 4
@@ -42,7 +42,7 @@ def takes(pairs: dict[str, Record], running_sum: dict[str, Tensor]) -> bool:
     sums = [running_sum[name] for name in pairs]
     dtype = sums[0].dtype
     return (
-        sum(part.numel() for part in sums) <= _MOST_NUMBERS
+        sum(part.numel() for part in sums) <= MOST_NUMBERS
         and dtype in (torch.float32, torch.float64)
         and all(part.device.type == "cpu" and part.dtype == dtype for part in sums)
         and all(_is_known(record, dtype) for record in pairs.values())
@@ -52,12 +52,19 @@ def takes(pairs: dict[str, Record], running_sum: dict[str, Tensor]) -> bool:
 
 
 def _saved(record: Record) -> float:
-    """Multiplications that a table would take for one pair, above those of the loop."""
     num = len(record.tensors[0])
     if isinstance(record, Pair):
-        p, q = record.first.a_NTp.shape[2], record.first.b_NTq.shape[2]
-        return 3 * num * (p + q) + _CALLS_OF_MATRIX / num - _FASTER * 4 * p * q
-    dim = record.tensors[0].shape[1]
+        return saved_by_matrix(num, record.first.a_NTp.shape[2], record.first.b_NTq.shape[2])
+    return saved_by_rows(num, record.tensors[0].shape[1])
+
+
+def saved_by_matrix(num: int, p: int, q: int) -> float:
+    """Multiplications that a table of `num` pairs would take for each of them, above those of the loop."""
+    return 3 * num * (p + q) + _CALLS_OF_MATRIX / num - _FASTER * 4 * p * q
+
+
+def saved_by_rows(num: int, dim: int) -> float:
+    """The same for a parameter that has rows."""
     return num * dim + _CALLS_OF_ROWS / num - _FASTER * 2 * dim
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cdgrab.balance.compiled import available
+from cdgrab.ghost import compiled
 from cdgrab.ghost.attention import attends
 from cdgrab.ghost.layers import MIXES_EXAMPLES, WHOLE, handler_of
 from cdgrab.ghost.recurrent import is_lengthened, opens
@@ -217,9 +219,30 @@ def explain(model: nn.Module, batch: int, inputs: tuple[Any, ...] = ()) -> str:
     ]
     if written_down(model, batch):
         notes.append("All rows of a batch are few enough to be written down, which takes fewer launches on a GPU.")
+    if _one_by_one(layers, positions, batch):
+        notes.append("These layers are small: on a CPU their pairs are balanced one by one, which takes less than 'extra' says.")
     if not inputs:
         notes.append("Without inputs every layer is taken to have one position: give a batch, explain(model, x).")
     return "\n".join([*aligned, *notes])
+
+
+def _one_by_one(layers: list[Layer], positions: dict[str, int], batch: int) -> bool:
+    """Whether compiled code balances pairs of these layers without a table; with as many pairs as examples."""
+    saved = 0.0
+    for layer in layers:
+        size, places = layer.size(), positions.get(layer.name, 1)
+        if not layer.known or isinstance(layer.module, nn.Embedding):
+            return False
+        as_rows = size is None or size[0] * size[1] <= places * sum(size)
+        if not as_rows and places > 1:
+            return False
+        for parameter in layer.module.parameters():
+            if parameter.requires_grad and parameter.ndim > 1 and size is not None and not as_rows:
+                saved += compiled.saved_by_matrix(batch, size[1], size[0])
+            elif parameter.requires_grad:
+                saved += compiled.saved_by_rows(batch, parameter.numel())
+    small = sum(layer.numel for layer in layers) <= compiled.MOST_NUMBERS
+    return small and saved > 0 and available()
 
 
 def _positions(model: nn.Module, layers: list[Layer], inputs: tuple[Any, ...]) -> dict[str, int]:

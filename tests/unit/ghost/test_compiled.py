@@ -116,3 +116,14 @@ def test_rules_that_draw_take_the_table(monkeypatch: pytest.MonkeyPatch) -> None
     for x in randn(12, 3).split(3):
         model(x).square().mean().backward()
     assert ordering.epoch == 1
+
+
+def test_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    ordering = Ordering(64, batch_size=32, unit_size=1, world=World.simulated(32))
+    small = nn.Sequential(nn.Linear(1024, 8, bias=False), nn.Linear(8, 1024, bias=False))
+    assert "one by one" in ordering.explain(small, torch.zeros(32, 1024))
+    assert "one by one" not in ordering.explain(small, torch.zeros(32, 5, 1024))  # positions
+    assert "one by one" not in ordering.explain(nn.Linear(400, 120), torch.zeros(32, 400))
+    assert "one by one" not in ordering.explain(nn.Linear(1024, 256), torch.zeros(32, 1024))
+    monkeypatch.setattr("cdgrab.ghost.plan.available", lambda: False)
+    assert "one by one" not in ordering.explain(small, torch.zeros(32, 1024))
