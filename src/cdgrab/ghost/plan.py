@@ -220,7 +220,9 @@ def explain(model: nn.Module, batch: int, inputs: tuple[Any, ...] = ()) -> str:
     if written_down(model, batch):
         notes.append("All rows of a batch are few enough to be written down, which takes fewer launches on a GPU.")
     if _one_by_one(layers, positions, batch):
-        notes.append("These layers are small: on a CPU their pairs are balanced one by one, which takes less than 'extra' says.")
+        notes.append(
+            "These layers are small: on a CPU their pairs are balanced one by one, which takes less than 'extra' says."
+        )
     if not inputs:
         notes.append("Without inputs every layer is taken to have one position: give a batch, explain(model, x).")
     return "\n".join([*aligned, *notes])
