@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cdgrab.balance import compiled
 from cdgrab.balance.balancer import Balancer, Signs
-from cdgrab.balance.recorded import RecordedBlocks
+from cdgrab.balance.recorded import LONG_ROW, RecordedBlocks
 from cdgrab.balance.rules import RuleMaker
 from cdgrab.balance.tally import Tally
 from cdgrab.decisions import Decisions
@@ -27,9 +27,8 @@ from cdgrab.units import IntArray
 # Rows wait until they fill about this many numbers (4 MiB of float32) or this many turns.
 _WAITING_NUMBERS = 1 << 20
 _WAITING_TURNS = 1024
-# Rows this long gain nothing by waiting, and are never stored.
-_LONG_ROW = 1 << 15
-# Nor do shorter ones, on a CPU with numba, if this many numbers come together.
+# Long rows gain nothing by waiting, and are never stored. Nor do shorter ones, on a CPU with numba, if this many
+# numbers come together.
 _ENOUGH = 1 << 16
 
 
@@ -102,7 +101,7 @@ class SignSorter:
 
     def add(self, rows_bWD: Tensor) -> None:
         """Turns may have two dimensions, `S x t x W x D`: those of several steps, which are joined only if need be."""
-        enough = rows_bWD.shape[-1] >= _LONG_ROW or (rows_bWD.numel() >= _ENOUGH and _compiled(rows_bWD))
+        enough = rows_bWD.shape[-1] >= LONG_ROW or (rows_bWD.numel() >= _ENOUGH and _compiled(rows_bWD))
         directly = enough and self._block is None and self._centring.in_step
         if rows_bWD.ndim == 4 and not (directly and _compiled(rows_bWD)):
             rows_bWD = rows_bWD.flatten(0, 1)
@@ -201,7 +200,7 @@ class SignSorter:
         num_workers, dim = len(self._workers), rows.shape[-1]
         if self._block is not None:
             return max(1, self._block // num_workers)
-        if dim >= _LONG_ROW:
+        if dim >= LONG_ROW:
             return 1
         return max(2, min(_WAITING_TURNS, _WAITING_NUMBERS // (num_workers * dim)) // 2 * 2)
 

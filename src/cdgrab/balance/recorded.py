@@ -19,7 +19,7 @@ from cdgrab.graphs import recording
 
 log = logging.getLogger("cdgrab")
 
-_SHORT_ROW = 1 << 15
+LONG_ROW = 1 << 15  # from here on rows gain nothing by waiting
 _MOST_RECORDED = 8  # at a time; the oldest go
 _MOST_RECORDINGS = 64  # in all: where there is no end to them, rows lie elsewhere every time
 _MOST_KNOWN = 64
@@ -43,7 +43,7 @@ class RecordedBlocks:
     def __call__(self, rows_mWD: Tensor, minus_mWD: Tensor, running_sum_D: Tensor, rule: Rule) -> Tensor:
         """As `tables.balance_blocks`."""
         # Other rules draw thresholds; and somebody may be recording a step with all of this in it.
-        short = rows_mWD.shape[2] < _SHORT_ROW
+        short = rows_mWD.shape[2] < LONG_ROW
         if not (short and type(rule) is Greedy) or torch.cuda.is_current_stream_capturing():
             return tables.balance_blocks(rows_mWD, minus_mWD, running_sum_D, rule)
         place = (rows_mWD.data_ptr(), minus_mWD.data_ptr(), running_sum_D.data_ptr())
@@ -63,8 +63,6 @@ class RecordedBlocks:
         self, key: Hashable, rows_mWD: Tensor, minus_mWD: Tensor, running_sum_D: Tensor, rule: Rule
     ) -> _Recorded | None:
         self._left -= 1
-        while self._recorded and len(self._recorded) >= _MOST_RECORDED:
-            del self._recorded[next(iter(self._recorded))]
         graph = torch.cuda.CUDAGraph()
         thresholds_N = tables.thresholds(rows_mWD, minus_mWD, rule)
         try:
@@ -75,5 +73,7 @@ class RecordedBlocks:
             log.warning("balancing cannot be recorded as a CUDA graph, and is done without: %s", error)
             return None
         self._pool = graph.pool()
+        if len(self._recorded) >= _MOST_RECORDED:
+            del self._recorded[next(iter(self._recorded))]  # now: recording has waited for its last replay
         self._recorded[key] = _Recorded(graph, decided_4N, thresholds_N)
         return self._recorded[key]

@@ -31,7 +31,7 @@ class _Part(NamedTuple):
     """A parameter: for every pair `outer(b, a) - outer(minus_b, minus_a)`; its running sum, with `a` along rows."""
 
     a: Tensor
-    b: Tensor
+    b: Tensor | None  # without it `a` is a row, and there is nothing to subtract
     minus_a: Tensor | None
     minus_b: Tensor | None
     running_sum: Tensor
@@ -96,8 +96,7 @@ def pair_signs(pairs: dict[str, Record], running_sum: dict[str, Tensor]) -> Floa
 
 def _part(record: Record, running_sum: Tensor) -> _Part:
     if isinstance(record, Rows):
-        rows_ND = record.rows_ND.contiguous()
-        return _Part(rows_ND, rows_ND.new_ones(1, 1).expand(len(rows_ND), 1), None, None, running_sum.view(1, -1))
+        return _Part(record.rows_ND.contiguous(), None, None, None, running_sum.view(1, -1))
     assert isinstance(record, Pair)
     assert record.second is not None
     a, b, minus_a, minus_b = (tensor[:, 0].contiguous() for tensor in record.tensors)
@@ -127,6 +126,11 @@ def _kernel(dtype: str) -> Callable[..., None]:
     at: Any = importlib.import_module("numba.extending").intrinsic(typed)  # from an address to what is there
     size_of_number = np.dtype(dtype).itemsize
 
+    @numba.njit(nogil=True, inline="always")
+    def vector(pointers, strides, part, which, pair, count):  # type: ignore[no-untyped-def]
+        """`count` numbers of a pair: of `a`, `b`, `minus_a` or `minus_b`."""
+        return carray(at(pointers[part, which] + pair * strides[part, which] * size_of_number), count)
+
     @numba.njit(nogil=True, fastmath=compiled.REORDER)
     def kernel(pointers, strides, sizes, decided):  # type: ignore[no-untyped-def]
         zero, one = number(0), number(1)
@@ -134,9 +138,9 @@ def _kernel(dtype: str) -> Callable[..., None]:
             s = length = 0.0
             for part in range(pointers.shape[0]):
                 outs, ins = sizes[part]
-                a = carray(at(pointers[part, 0] + pair * strides[part, 0] * size_of_number), ins)
+                a = vector(pointers, strides, part, 0, pair, ins)
                 r = carray(at(pointers[part, 4]), outs * ins)
-                if pointers[part, 2] == 0:
+                if pointers[part, 1] == 0:
                     dot = aa = zero
                     for i in range(ins):
                         dot += r[i] * a[i]
@@ -144,9 +148,9 @@ def _kernel(dtype: str) -> Callable[..., None]:
                     s += dot
                     length += aa
                     continue
-                b = carray(at(pointers[part, 1] + pair * strides[part, 1] * size_of_number), outs)
-                minus_a = carray(at(pointers[part, 2] + pair * strides[part, 2] * size_of_number), ins)
-                minus_b = carray(at(pointers[part, 3] + pair * strides[part, 3] * size_of_number), outs)
+                b = vector(pointers, strides, part, 1, pair, outs)
+                minus_a = vector(pointers, strides, part, 2, pair, ins)
+                minus_b = vector(pointers, strides, part, 3, pair, outs)
                 aa = am = mm = zero
                 for i in range(ins):
                     aa += a[i] * a[i]
@@ -173,15 +177,15 @@ def _kernel(dtype: str) -> Callable[..., None]:
             decided[2, pair], decided[3, pair] = s, max(length, 0.0)
             for part in range(pointers.shape[0]):
                 outs, ins = sizes[part]
-                a = carray(at(pointers[part, 0] + pair * strides[part, 0] * size_of_number), ins)
+                a = vector(pointers, strides, part, 0, pair, ins)
                 r = carray(at(pointers[part, 4]), outs * ins)
-                if pointers[part, 2] == 0:
+                if pointers[part, 1] == 0:
                     for i in range(ins):
                         r[i] += sign * a[i]
                     continue
-                b = carray(at(pointers[part, 1] + pair * strides[part, 1] * size_of_number), outs)
-                minus_a = carray(at(pointers[part, 2] + pair * strides[part, 2] * size_of_number), ins)
-                minus_b = carray(at(pointers[part, 3] + pair * strides[part, 3] * size_of_number), outs)
+                b = vector(pointers, strides, part, 1, pair, outs)
+                minus_a = vector(pointers, strides, part, 2, pair, ins)
+                minus_b = vector(pointers, strides, part, 3, pair, outs)
                 for j in range(outs):
                     row = r[j * ins : (j + 1) * ins]
                     plus, minus = sign * b[j], sign * minus_b[j]

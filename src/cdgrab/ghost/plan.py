@@ -221,7 +221,8 @@ def explain(model: nn.Module, batch: int, inputs: tuple[Any, ...] = ()) -> str:
         notes.append("All rows of a batch are few enough to be written down, which takes fewer launches on a GPU.")
     if _one_by_one(layers, positions, batch):
         notes.append(
-            "These layers are small: on a CPU their pairs are balanced one by one, which takes less than 'extra' says."
+            "These layers are small: on a CPU, with the default rule, pairs are balanced one by one, which takes less "
+            "than 'extra' says."
         )
     if not inputs:
         notes.append("Without inputs every layer is taken to have one position: give a batch, explain(model, x).")

@@ -142,8 +142,6 @@ class Replays:
                 self._joined[kind] = self._make(seen)
             if not self._joined[kind].names:
                 return None  # of layers that are frozen there is nothing to record
-            if len(self._recorded) >= _MOST_RECORDED:
-                self._drop_first(kind)
             recording = Recording(seen, self._make, self._joined[kind].rows_ND, self._pool, copied=copied > 0)
         except RuntimeError as error:  # too little memory, or something CUDA does not record
             self.possible = False
@@ -152,6 +150,8 @@ class Replays:
             return None
         self._recordings += 1
         self._pool = recording.pool
+        if len(self._recorded) >= _MOST_RECORDED:
+            self._drop_first(kind)  # now: recording has waited for its last replay
         kept = self._recorded[key] = _Kept(recording, kind, copied)
         return kept
 
