@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from _inputs import randn
 from cdgrab import Ordering, flat_grad
 from cdgrab.ghost import Record
+from cdgrab.ghost.pairs import RunningSum
 from cdgrab.hooks.ghost import ExampleAttachment
 
 
@@ -170,7 +171,14 @@ def recorded(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") ->
     attachment = ExampleAttachment(ordering, model, lambda *found: caught.append(found), mean=reduction == "mean")
     cross_entropy(model(x), y, reduction=reduction).backward()
     attachment.detach()
-    [(records, shapes)] = caught
+    [(turn, shapes)] = caught
     # A mean loss gives every example its share of the gradient.
     share = len(x) if reduction == "mean" else 1
-    return {key: record.scaled(share) for key, record in records.items()}, shapes
+    return {key: record.scaled(share) for key, record in turn.records().items()}, shapes
+
+
+def summed(parts: dict[str, Tensor]) -> RunningSum:
+    """A running sum of these parts, which it shares."""
+    running_sum = RunningSum()
+    running_sum.parts = parts
+    return running_sum

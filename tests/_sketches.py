@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from _models import build
 from cdgrab import Ordering, World
-from cdgrab.ghost.records import Record
+from cdgrab.ghost.passes import Pass
 
 
 def listen(ordering: Ordering, model: nn.Module, *, replays: bool, **how: Any) -> list[Tensor]:
@@ -21,8 +21,8 @@ def listen(ordering: Ordering, model: nn.Module, *, replays: bool, **how: Any) -
     attachment.replays.possible = replays
     found: list[Tensor] = []
 
-    def consume(records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:  # noqa: ARG001
-        rows = attachment.sketcher(records, ordering.epoch)
+    def consume(turn: Pass, shapes: dict[str, torch.Size]) -> None:  # noqa: ARG001
+        rows = attachment.sketcher(turn.records(), ordering.epoch)
         found.append(rows.clone())
         ordering._observe(rows)
 

@@ -31,7 +31,7 @@ from cdgrab.exchange import (
     find_exchange,
 )
 from cdgrab.exchange.collectives import own_group
-from cdgrab.ghost.records import Record
+from cdgrab.ghost.passes import Pass
 from cdgrab.ghost.sorter import GhostPairs
 from cdgrab.hooks import Attachment, Turn
 from cdgrab.metrics import summarise
@@ -367,7 +367,9 @@ class Ordering:
 
     @property
     def _sketcher(self) -> Any:
-        return getattr(self._attachment, "sketcher", None)
+        """What has a state: of whole rows nothing has to be known."""
+        sketcher = getattr(self._attachment, "sketcher", None)
+        return None if sketcher is None or sketcher.whole else sketcher
 
     def _attached_sorter(self) -> RowSorter | ShardedPairs | GhostPairs | None:
         """Where the turn under way goes."""
@@ -439,14 +441,19 @@ class Ordering:
             return 1
         return self._sorter.turns_together(rows_ND) // self._turns_per_batch
 
-    def _observe_records(self, records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:
+    @property
+    def _looks_later(self) -> bool:
+        """Whether turns had better come with what layers saw, and not with records."""
+        return isinstance(self._sorter, GhostPairs) and self._sorter.looks_later
+
+    def _observe_records(self, turn: Pass, shapes: dict[str, torch.Size]) -> None:
         with self._timed():
             step = self._progress.next_step(self._examples_due(), self._turns_per_batch)
             if isinstance(self._sorter, GhostPairs):
                 counts_Lm = step.counts_Lm
                 if counts_Lm is None:
                     counts_Lm = np.ones((len(self.world.local_workers), step.turns), dtype=bool)
-                self._sorter.add(records, shapes, counts_Lm.T)
+                self._sorter.add(turn, shapes, counts_Lm.T)
             self._progress.record(step)
         self._end_epoch_if_due()
 

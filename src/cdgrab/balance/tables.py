@@ -161,11 +161,12 @@ def _finite(lengths_K: FloatArray) -> FloatArray:
 def _on_device(thresholds_K: FloatArray, device: torch.device) -> Tensor:
     if thresholds_K.any():
         return torch.from_numpy(thresholds_K).to(device)
-    return _zeros(len(thresholds_K), device)
+    return zeros(len(thresholds_K), device)
 
 
-@functools.lru_cache(maxsize=16)
-def _zeros(count: int, device: torch.device) -> Tensor:
+@functools.lru_cache(maxsize=128)
+def zeros(count: int, device: torch.device) -> Tensor:
+    """Thresholds of the greedy rule."""
     return torch.zeros(count, dtype=torch.float64, device=device)
 
 

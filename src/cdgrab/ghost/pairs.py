@@ -1,7 +1,10 @@
-"""What is done with the pairs of a turn: a table for each block of them, and their part of the running sum.
+"""What is done with the pairs of two turns: a table for each block of them, and their part of the running sum.
+
+A table comes from the factors of layers, or, where these have many positions, from rows that are written out for a few
+pairs at a time. Then the running sum needs no products of its own: it takes the rows, which are still there.
 
 For every parameter of a model this is a handful of small operations, which on a GPU take longer to launch than to do.
-Turns are all alike, so there they are recorded once, as CUDA graphs, and replayed.
+Turns are all alike, so there everything is recorded once, as a CUDA graph, and replayed.
 """
 
 from __future__ import annotations
@@ -11,15 +14,65 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cdgrab.ghost.records import Lookup, Record, subtracted
-from cdgrab.graphs import at_home, copy_all, recording
-
-Batch = dict[str, Record]  # by the name of the parameter
+from cdgrab.balance import tables
+from cdgrab.balance.rules import Rule
+from cdgrab.ghost.passes import Batch, Pass
+from cdgrab.ghost.records import Lookup, Matrix, Pair, Record, Rows, subtracted, write_rows
+from cdgrab.graphs import copy_all, recording
 
 # In a table of more pairs most inner products are between pairs that are far apart. They cost more than another launch,
 # and Triton's kernels do not take more.
 _BLOCK_ON_GPU = 64
-_MOST_BYTES = 1 << 31  # of two turns' records that are copied to be replayed; larger models keep a GPU busy as it is
+_ROWS_AT_A_TIME = 16  # that are written out: their table is found as fast as they are read
+_FEWEST_ROWS = 4
+_MOST_NUMBERS = 1 << 28  # of these rows; twice as many if they are so long that they would be fewer
+_SMALL = 1 << 16  # numbers of a parameter whose rows are put in place together with others
+_MOST_BYTES = 1 << 31  # of two turns that are copied to be replayed; larger models keep a GPU busy as it is
+
+
+class RunningSum:
+    """The running sum of a model: a part for each parameter, and all of them in one vector if they are of one type."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, Tensor] = {}
+        self.flat_D: Tensor | None = None
+
+    def make_room(self, batch: Batch, shapes: dict[str, torch.Size]) -> None:
+        """For these records, of parameters of these shapes."""
+        new = {name: record.tensors[-1] for name, record in batch.items() if name not in self.parts}
+        if not new:
+            return
+        if self.parts or len({like.dtype for like in new.values()}) > 1:
+            self.flat_D = None
+            self.parts |= {name: like.new_zeros(shapes[name]) for name, like in new.items()}
+            return
+        # Those whose rows are put in place together are together.
+        names = sorted(shapes, key=lambda name: name not in batch or _is_small(batch[name]))
+        self.lay_out({name: shapes[name] for name in names}, next(iter(new.values())))
+
+    def lay_out(self, shapes: dict[str, torch.Size], like: Tensor) -> None:
+        """All at zero, one after the other."""
+        self.flat_D = like.new_zeros(sum(shape.numel() for shape in shapes.values()))
+        parts = self.flat_D.split([shape.numel() for shape in shapes.values()])
+        self.parts = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+
+    def load(self, parts: dict[str, Tensor]) -> None:
+        self.parts, self.flat_D = {}, None
+        if len({part.dtype for part in parts.values()}) == 1:
+            self.lay_out({name: part.shape for name, part in parts.items()}, next(iter(parts.values())))
+        for name, part in parts.items():
+            if name in self.parts:
+                self.parts[name].copy_(part)
+            else:
+                self.parts[name] = part.clone()
+
+    def zero_(self) -> None:
+        for part in self.parts.values():
+            part.zero_()
+
+
+def _is_small(record: Record) -> bool:
+    return isinstance(record, Rows) and record.rows_ND.shape[1] <= _SMALL
 
 
 class Work(Protocol):
@@ -28,7 +81,7 @@ class Work(Protocol):
     def __len__(self) -> int: ...
 
     def table(self, block: int) -> Tensor:
-        """As `table` below; valid until the next pairs come."""
+        """As `table` below."""
 
     def add(self, block: int, weights_K: Tensor) -> None:
         """Add the pairs of the block, each times its weight, to the running sum."""
@@ -52,11 +105,11 @@ def table(batch: Batch, running_sum: dict[str, Tensor]) -> Tensor:
 
 
 class Pairs:
-    """Work that is done when it is asked for."""
+    """Work with records, layer by layer."""
 
-    def __init__(self, pairs: Batch, running_sum: dict[str, Tensor]) -> None:
-        self._running_sum = running_sum
-        some = next(iter(pairs.values())).tensors[-1]
+    def __init__(self, pairs: Batch, running_sum: RunningSum) -> None:
+        self._running_sum = running_sum.parts
+        some = _some(pairs)
         size = _BLOCK_ON_GPU if some.is_cuda else len(some)
         self._blocks = [
             {name: _between(record, start, start + size) for name, record in pairs.items()}
@@ -75,81 +128,153 @@ class Pairs:
             record.add_to(running_sum, weights_K.to(running_sum.dtype))
 
 
-class ReplayedPairs:
-    """The same for pairs that are always alike, recorded on copies of their records.
+class RowPairs:
+    """Work with rows, `size` of them at a time; the running sum must be one vector."""
 
-    Args:
-        first: Records of one turn; what comes later must fit them (`fits`).
-        second: Of the next.
-        running_sum: Is changed in place, and must stay where it is.
-    """
-
-    def __init__(self, first: Batch, second: Batch, running_sum: dict[str, Tensor]) -> None:
-        self.first, self.second = _copied(first), _copied(second)
-        self._signature = _signature(first)
-        self._graphs: list[tuple[torch.cuda.CUDAGraph, Tensor, torch.cuda.CUDAGraph, Tensor]] = []
-        self._record(running_sum)
-
-    def _record(self, running_sum: dict[str, Tensor]) -> None:
-        device = next(iter(running_sum.values())).device
-        pairs: Pairs | None = None
-        pool = torch.cuda.graph_pool_handle()
-        while pairs is None or len(self._graphs) < len(pairs):
-            tables, adds = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with recording(tables, device, pool):
-                if pairs is None:
-                    pairs = Pairs(difference(self.first, self.second), running_sum)
-                table_KK1 = pairs.table(len(self._graphs))
-            weights_K = torch.zeros_like(table_KK1[:, 0])
-            with recording(adds, device, pool):
-                pairs.add(len(self._graphs), weights_K)
-            self._graphs.append((tables, table_KK1, adds, weights_K))
-
-    def fits(self, batch: Batch) -> bool:
-        return _signature(batch) == self._signature
-
-    def take(self, batch: Batch, into: Batch) -> None:
-        """Copy the records of a turn to `first` or `second`."""
-        copy_all(
-            both for name, record in into.items() for both in zip(record.tensors, batch[name].tensors, strict=True)
-        )
+    def __init__(self, pairs: Batch, running_sum: RunningSum, size: int) -> None:
+        assert running_sum.flat_D is not None
+        self._flat_D, self._size = running_sum.flat_D, size
+        self._num, dim = len(_some(pairs)), len(self._flat_D)
+        # Every row begins where it can be read fast.
+        self._place_KD = self._flat_D.new_zeros(min(size, self._num), -(-dim // 32) * 32)[:, :dim]
+        widths = [part.numel() for part in running_sum.parts.values()]
+        columns = dict(zip(running_sum.parts, self._place_KD.split(widths, 1), strict=True))
+        small = {name: record for name, record in pairs.items() if _is_small(record)}
+        last = [name for name in columns if name not in pairs or name in small]
+        if list(columns)[len(columns) - len(last) :] != last:
+            small, last = {}, []  # layers gave other records when room was made
+        self._written = [(columns[name], record) for name, record in pairs.items() if name not in small]
+        self._small_Nd = None
+        if small:
+            parts = [
+                small[name].rows() if name in small else self._flat_D.new_zeros(1, 1).expand(self._num, widths[place])
+                for place, name in enumerate(columns)
+                if name in last
+            ]
+            self._small_Nd = torch.cat(parts, dim=1)
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return -(-self._num // self._size)
 
     def table(self, block: int) -> Tensor:
-        tables, table_KK1, _, _ = self._graphs[block]
-        tables.replay()
-        return table_KK1
+        start, rows_KD = block * self._size, self._rows(block)
+        for columns, record in self._written:
+            here = _between(record, start, start + self._size)
+            write_rows([here.joined() if isinstance(here, Pair) else here], columns[: len(rows_KD)])
+        if self._small_Nd is not None:
+            rows_KD[:, -self._small_Nd.shape[1] :] = self._small_Nd[start : start + len(rows_KD)]
+        return tables.table(rows_KD, None, self._flat_D)
 
     def add(self, block: int, weights_K: Tensor) -> None:
-        _, _, adds, here_K = self._graphs[block]
-        here_K.copy_(weights_K)
-        adds.replay()
+        tables.advance(self._flat_D, self._rows(block), None, weights_K)
+
+    def _rows(self, block: int) -> Tensor:
+        return self._place_KD[: min(self._size, self._num - block * self._size)]
 
 
-def replayable(first: Batch, second: Batch) -> bool:
+def work_of(pairs: Batch, running_sum: RunningSum) -> Work:
+    """The cheaper of both."""
+    size = _rows_at_a_time(pairs, running_sum)
+    return RowPairs(pairs, running_sum, size) if size else Pairs(pairs, running_sum)
+
+
+def _rows_at_a_time(pairs: Batch, running_sum: RunningSum) -> int:
+    """How many rows are written out at a time; none where factors cost less, or rows are too long."""
+    flat_D = running_sum.flat_D
+    if flat_D is None or not flat_D.is_cuda:
+        return 0
+    by_factors = 0
+    for name, record in pairs.items():
+        here = _between(record, 0, _BLOCK_ON_GPU)
+        pair = Pair(here, None) if isinstance(here, Matrix) else here
+        if isinstance(pair, Pair) and pair.prefers_factors():
+            by_factors += running_sum.parts[name].numel()
+    size = min(_ROWS_AT_A_TIME, max(_FEWEST_ROWS, _MOST_NUMBERS // len(flat_D)))
+    return size if 4 * by_factors <= len(flat_D) and size * len(flat_D) <= 2 * _MOST_NUMBERS else 0
+
+
+def balance(work: Work, rule: Rule) -> Tensor:
+    """Decide the signs of all pairs and add them to the running sum. `4 x N`, as `tables.decide`."""
+    decided = []
+    for block in range(len(work)):
+        decided.append(tables.decide(work.table(block), rule))
+        work.add(block, decided[-1][1])
+    return decided[0] if len(decided) == 1 else torch.cat(decided, dim=1)
+
+
+class ReplayedPairs:
+    """Pairs of turns that are always alike, recorded on copies of them.
+
+    Args:
+        first: A turn; what comes later must be like it (`fits`).
+        second: The next.
+        running_sum: Is changed in place, and must stay where it is.
+        rule: With thresholds that are always the same.
+    """
+
+    def __init__(self, first: Pass, second: Pass, running_sum: RunningSum, rule: Rule) -> None:
+        self._kind = first.kind
+        self.first, self._second = first.copied(), second.copied()
+        self._running_sum, self._rule = running_sum, rule
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._decided_4N: Tensor | None = None
+        self._thresholds: list[Tensor] = []  # which the graph reads
+
+    def fits(self, turn: Pass) -> bool:
+        return turn.kind == self._kind
+
+    def take_first(self, turn: Pass) -> Pass:
+        """Copy a turn whose partners are still to come."""
+        _copy(turn, self.first)
+        return self.first
+
+    def __call__(self, turn: Pass) -> Tensor:
+        """Balance the first turn with this one; `4 x N`, as `tables.decide`."""
+        _copy(turn, self._second)
+        if self._graph is None or self._decided_4N is None:
+            return self.balance()
+        self._graph.replay()
+        return self._decided_4N.clone()
+
+    def balance(self) -> Tensor:
+        """What is recorded."""
+        pairs = difference(self.first.records(), self._second.records())
+        return balance(work_of(pairs, self._running_sum), self._rule)
+
+    def record(self) -> None:
+        """After pairs have been balanced: kernels are loaded then."""
+        device = self.first.tensors[0].device
+        self._thresholds = [tables.zeros(count, device) for count in range(1, _BLOCK_ON_GPU + 1)]
+        graph = torch.cuda.CUDAGraph()
+        with recording(graph, device):
+            self._decided_4N = self.balance()
+        self._graph = graph
+
+
+def replayable(first: Pass, second: Pass, running_sum: RunningSum) -> bool:
     """Whether turns like these can be recorded, and are better for it."""
-    tensors = [tensor for record in first.values() for tensor in record.tensors]
-    return (
-        all(tensor.is_cuda for tensor in tensors)
-        and 2 * sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES
-        and all(not isinstance(record, Lookup) or record.dense for record in first.values())
-        and _signature(first) == _signature(second)
-        and not torch.cuda.is_current_stream_capturing()  # somebody records the whole step
-    )
+    if not small_enough(first) or first.kind != second.kind:
+        return False
+    if torch.cuda.is_current_stream_capturing():  # somebody records the whole step
+        return False
+    pairs = difference(first.records(), second.records())
+    lookups = [record for record in pairs.values() if isinstance(record, Lookup)]
+    return all(record.dense for record in lookups) or _rows_at_a_time(pairs, running_sum) > 0
+
+
+def small_enough(turn: Pass) -> bool:
+    """To be copied, with another like it, on a GPU."""
+    return all(tensor.is_cuda for tensor in turn.tensors) and 2 * turn.nbytes <= _MOST_BYTES
+
+
+def _copy(turn: Pass, into: Pass) -> None:
+    copy_all(zip(into.tensors, turn.tensors, strict=True))
+
+
+def _some(pairs: Batch) -> Tensor:
+    return next(iter(pairs.values())).tensors[-1]
 
 
 def _between(record: Record, start: int, stop: int) -> Record:
     """Some of the examples, which are not copied for it."""
     return record.like(tuple(tensor[start:stop] for tensor in record.tensors))
-
-
-def _signature(batch: Batch) -> list[object]:
-    return [
-        (name, type(record), [(t.shape, t.dtype, t.device) for t in record.tensors]) for name, record in batch.items()
-    ]
-
-
-def _copied(batch: Batch) -> Batch:
-    return {name: record.like(tuple(map(at_home, record.tensors))) for name, record in batch.items()}

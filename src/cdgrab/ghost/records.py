@@ -200,6 +200,13 @@ class Pair:
     def compact(self) -> Pair:
         return self
 
+    def joined(self) -> Matrix:
+        """The factors of both."""
+        if self.second is None:
+            return self.first
+        (a, b), (minus_a, minus_b) = self.first.tensors, self.second.tensors
+        return Matrix(torch.cat([a, minus_a], 1), torch.cat([b, -minus_b], 1))
+
     def prefers_factors(self) -> bool:
         """Whether inner products of factors cost less than forming rows and multiplying these."""
         (num, _, p), q = self.first.a_NTp.shape, self.first.b_NTq.shape[2]
@@ -225,9 +232,7 @@ class Pair:
 
     def _products_there(self, r_qp: Tensor) -> tuple[Tensor, Tensor]:
         """The same on a GPU, where rows are better written once than added to, and read once."""
-        a_NSp = torch.cat([matrix.a_NTp for matrix in self._both], 1)
-        signed = [self.first.b_NTq] if self.second is None else [self.first.b_NTq, -self.second.b_NTq]
-        b_NSq = torch.cat(signed, 1)
+        a_NSp, b_NSq = self.joined().tensors
         width = max(1, MOST_NUMBERS_ON_GPU // (len(a_NSp) * a_NSp.shape[2]))
         parts = zip(b_NSq.split(width, 2), r_qp.split(width), strict=True)
         tables = [table((b_NSw.mT @ a_NSp).flatten(1), None, r_wp.flatten()) for b_NSw, r_wp in parts]

@@ -38,7 +38,7 @@ class Sketcher:
 
     Args:
         shapes: Of the parameters, by name.
-        length: About how many numbers a row is to have.
+        length: About how many numbers a row is to have; with None all of them, and nothing is given up.
         fitted: Whether projections follow the data; they are fitted after the first epoch and every `refresh` epochs.
         refresh: See there.
         seed: Of random projections.
@@ -48,7 +48,7 @@ class Sketcher:
     def __init__(
         self,
         shapes: dict[str, torch.Size],
-        length: int,
+        length: int | None,
         *,
         fitted: bool,
         refresh: int = 5,
@@ -61,7 +61,8 @@ class Sketcher:
         self._seed = seed
         self._group = group
         self._epoch = 0
-        self._length = _shares(shapes, length)
+        self.whole = length is None
+        self._length = {name: s.numel() for name, s in shapes.items()} if length is None else _shares(shapes, length)
         self._projections: dict[Side, Tensor] = {}
         self._moments: dict[Side, Tensor] = {}
         self.parts: dict[str, Tensor] = {}  # of the rows of the batch under way, by parameter

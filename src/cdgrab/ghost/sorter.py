@@ -4,7 +4,7 @@ Examples of two turns make the pairs. A pair's difference is a record with the f
 parameters one by one, and so does the update of the running sum, which has the shape of the model.
 
 Memory: the running sum, and the factors of one turn between two steps. Where pairs are replayed on a GPU, copies of two
-turns instead, and what their graphs need for themselves.
+turns instead, and what their graph needs for itself.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from cdgrab.balance.rules import Greedy, Rule
-from cdgrab.balance.tables import decide
 from cdgrab.balance.tally import Tally
 from cdgrab.decisions import Decisions
 from cdgrab.exchange.base import BoolArray
 from cdgrab.ghost import compiled
-from cdgrab.ghost.pairs import Batch, Pairs, ReplayedPairs, Work, difference, replayable
+from cdgrab.ghost.pairs import ReplayedPairs, RunningSum, balance, difference, replayable, small_enough, work_of
+from cdgrab.ghost.passes import Batch, Pass
 from cdgrab.ghost.records import Lookup, Matrix, Record, Rows, stacked, taken
 from cdgrab.units import IntArray
 
@@ -38,29 +38,47 @@ class GhostPairs:
         self._num_workers = num_workers
         self._rule = rule
         self._tally = Tally()
-        self.running_sum: dict[str, Tensor] = {}
-        self._held: Batch | None = None  # the first of each pair, until the second comes
+        self._sum = RunningSum()
+        self._held: Pass | None = None  # the first of each pair, until the second comes
         self._held_W = np.zeros(num_workers, dtype=bool)  # whose was a unit
         self._held_alike = False  # whether it was a step of its own
         self._balanced = False  # whether there have been pairs yet
-        self._recordable = True
+        self._recordable = type(rule) is Greedy
         self._replayed: ReplayedPairs | None = None
+        self._small = False  # whether turns are small enough for that
         self.decisions = Decisions()
 
-    def add(self, batch: Batch, shapes: dict[str, torch.Size], counts_mW: BoolArray) -> None:
-        """Take the records of a step, worker by worker; `counts_mW` says which of them are units.
+    @property
+    def running_sum(self) -> dict[str, Tensor]:
+        """By parameter."""
+        return self._sum.parts
 
-        Records are kept until the next step, and must not change meanwhile.
+    @property
+    def looks_later(self) -> bool:
+        """Whether turns had better come with what layers saw, and not with records."""
+        return self._recordable and self._small
+
+    def add(self, step: Pass, shapes: dict[str, torch.Size], counts_mW: BoolArray) -> None:
+        """Take a step, worker by worker; `counts_mW` says which of its examples are units.
+
+        What it holds is kept until the next step, and must not change meanwhile.
         """
         turns, workers = counts_mW.shape
-        self._make_room(batch, shapes)
-        if turns == 1 and counts_mW.all() and self._add_alike(batch):
+        alike = turns == 1 and bool(counts_mW.all())
+        if alike and self._replayed is not None and self._add_alike(step):
             return
+        batch = step.records()
+        self._make_room(batch, shapes)
+        if alike:
+            self._small = small_enough(step)
+            if self._add_alike(step):
+                return
         turn_of = [torch.arange(workers) * turns + turn for turn in range(turns)]
         start = 0
         firsts, seconds, counts, alone = [], [], [], []
         if self._held is not None:
-            firsts, seconds, counts = [self._held], [self._pick(batch, turn_of[0])], [self._held_W & counts_mW[0]]
+            firsts, seconds = [self._held.records()], [self._pick(batch, turn_of[0])]
+            counts = [self._held_W & counts_mW[0]]
             alone = [self._held_W ^ counts_mW[0]]
             self._held, start = None, 1
         whole = start + (turns - start) // 2 * 2
@@ -76,36 +94,54 @@ class GhostPairs:
         for alone_W in alone:  # a unit without a partner is the last of its worker
             self._alone(alone_W)
         if whole < turns:
-            self._held = self._pick(batch, turn_of[whole])
+            self._held = step if turns == 1 else Pass.of(self._pick(batch, turn_of[whole]))
             self._held_W, self._held_alike = counts_mW[whole], turns == 1
 
-    def _add_alike(self, batch: Batch) -> bool:
+    def _add_alike(self, turn: Pass) -> bool:
         """Take a turn of all workers the fast way, if there is one; kernels are compiled by the first pairs, before."""
         replayed = self._replayed
         if self._held is None:
-            if replayed is None or not replayed.fits(batch):
+            if replayed is None or not replayed.fits(turn):
                 return False
-            replayed.take(batch, replayed.first)
-            self._held, self._held_W = replayed.first, np.ones(self._num_workers, dtype=bool)
+            self._held, self._held_W = replayed.take_first(turn), np.ones(self._num_workers, dtype=bool)
             return True
         if not self._held_W.all():
             return False
-        if replayed is None:
-            if not (self._balanced and self._recordable and self._held_alike and replayable(self._held, batch)):
+        if replayed is not None:
+            if self._held is not replayed.first or not replayed.fits(turn):
                 return False
-            try:
-                replayed = self._replayed = ReplayedPairs(self._held, batch, self.running_sum)
-            except RuntimeError as error:  # too little memory, or something CUDA does not record
-                self._recordable = False
-                log.warning("pairs cannot be recorded as a CUDA graph, and are balanced without: %s", error)
-                return False
-        elif self._held is replayed.first and replayed.fits(batch):
-            replayed.take(batch, replayed.second)
+            decided_4K = replayed(turn)
         else:
-            return False
+            if not (self._balanced and self._recordable and self._held_alike):
+                return False
+            if not replayable(self._held, turn, self._sum):
+                return False
+            found = self._first_replayed(self._held, turn)
+            if found is None:
+                return False
+            decided_4K = found
         self._held = None
-        self._decide(replayed, np.arange(self._num_workers))
+        self._count(decided_4K, np.arange(self._num_workers))
         return True
+
+    def _first_replayed(self, first: Pass, second: Pass) -> Tensor | None:
+        """Balance pairs in the way that is recorded then; None if there is no room."""
+        try:
+            replayed = ReplayedPairs(first, second, self._sum, self._rule)
+        except RuntimeError as error:
+            self._give_up(error)
+            return None
+        decided_4K = replayed.balance()
+        try:
+            replayed.record()
+            self._replayed = replayed
+        except RuntimeError as error:  # too little memory, or something CUDA does not record
+            self._give_up(error)
+        return decided_4K
+
+    def _give_up(self, error: RuntimeError) -> None:
+        self._recordable = False
+        log.warning("pairs cannot be recorded as a CUDA graph, and are balanced without: %s", error)
 
     def _pick(self, batch: Batch, index: Tensor) -> Batch:
         """The examples of one turn."""
@@ -128,38 +164,26 @@ class GhostPairs:
             self._balanced = True
             self._count(torch.from_numpy(compiled.pair_signs(pairs, self.running_sum)), index)
             return
-        self._decide(Pairs(pairs, self.running_sum), index)
-
-    def _decide(self, work: Work, index: IntArray) -> None:
-        """Signs of the pairs of `work`, which are at `index` among those of all workers."""
         self._balanced = True
-        start = 0
-        for block in range(len(work)):
-            decided_4K = decide(work.table(block), self._rule)
-            work.add(block, decided_4K[1])
-            stop = start + decided_4K.shape[1]
-            self._count(decided_4K, index[start:stop])
-            start = stop
+        self._count(balance(work_of(pairs, self._sum), self._rule), index)
 
     def _count(self, decided_4K: Tensor, index: IntArray) -> None:
         self._tally.add_decided(decided_4K)
         self.decisions.append_pairs(index % self._num_workers, decided_4K[0])
 
     def _make_room(self, batch: Batch, shapes: dict[str, torch.Size]) -> None:
-        for name, record in batch.items():
-            if name not in self.running_sum:
-                self.running_sum[name] = record.tensors[-1].new_zeros(shapes[name])
+        self._sum.make_room(batch, shapes)
         device = next(iter(batch.values())).tensors[-1].device
         if all(part.device == device for part in self.running_sum.values()):
             return
         # A loaded state follows the model. What was recorded has been recorded on the other device.
         self._replayed = None
-        self.running_sum = {name: running_sum.to(device) for name, running_sum in self.running_sum.items()}
+        self._sum.load({name: part.to(device) for name, part in self.running_sum.items()})
         if self._held is not None:
-            self._held = {
-                name: record.like(tuple(tensor.to(device) for tensor in record.tensors))
-                for name, record in self._held.items()
-            }
+            held = self._held.records()
+            self._held = Pass.of(
+                {name: record.like(tuple(t.to(device) for t in record.tensors)) for name, record in held.items()}
+            )
 
     # Sorter
 
@@ -167,8 +191,7 @@ class GhostPairs:
         self._held = None
         self.decisions = Decisions()
         self._tally = Tally()
-        for running_sum in self.running_sum.values():
-            running_sum.zero_()
+        self._sum.zero_()
         self._rule.start_epoch(epoch, int((visits // 2).sum()))
 
     def close(self) -> None:
@@ -189,7 +212,7 @@ class GhostPairs:
                     "tensors": [tensor.clone() for tensor in record.tensors],
                     "num_rows": record.num_rows if isinstance(record, Lookup) else 0,
                 }
-                for name, record in self._held.items()
+                for name, record in self._held.records().items()
             }
         return {
             "held": held,
@@ -203,14 +226,17 @@ class GhostPairs:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._held = None
         if state["held"] is not None:
-            self._held = {
-                name: _KINDS[kept["kind"]](
-                    *(tensor.clone() for tensor in kept["tensors"]), *[kept["num_rows"]] * (kept["kind"] == "Lookup")
-                )
-                for name, kept in state["held"].items()
-            }
+            self._held = Pass.of(
+                {
+                    name: _KINDS[kept["kind"]](
+                        *(tensor.clone() for tensor in kept["tensors"]),
+                        *[kept["num_rows"]] * (kept["kind"] == "Lookup"),
+                    )
+                    for name, kept in state["held"].items()
+                }
+            )
         self._held_W = state["held_workers"].cpu().numpy().copy()
-        self.running_sum = {name: tensor.clone() for name, tensor in state["running_sum"].items()}
+        self._sum.load(state["running_sum"])
         self._replayed = None  # was recorded with the running sum that has been replaced
         self.decisions.load_state_dict(state["decisions"])
         self._tally = Tally(**state["tally"])

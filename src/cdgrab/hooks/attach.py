@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cdgrab.agreement import check_same
 from cdgrab.exchange import ShardedPairs
+from cdgrab.ghost.passes import Pass
 from cdgrab.ghost.plan import written_down
-from cdgrab.ghost.records import Record, written_out
+from cdgrab.ghost.records import written_out
 from cdgrab.ghost.sketch import Sketcher
 from cdgrab.hooks import Attachment
 from cdgrab.hooks.ddp import DdpAttachment
@@ -89,9 +90,10 @@ def _attach_examples(
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("with fully_shard no rank has whole layers to look at; use source 'batch'")
     watched = model.module if isinstance(model, DistributedDataParallel) else model
+    written = written_down(watched, ordering.batch_size)
     if source == "ghost":
         ordering._check_records()
-        if not written_down(watched, ordering.batch_size):
+        if not written:
             attachment = ExampleAttachment(ordering, watched, ordering._observe_records, mean=reduction == "mean")
             ordering._balance_records(True)
             return attachment
@@ -99,18 +101,20 @@ def _attach_examples(
     if source == "sketch" and length < 1:
         raise ValueError(f"length is {length}; a sketch has at least one number")
     sketcher = None
+    shapes = {name: p.shape for name, p in watched.named_parameters() if p.requires_grad}
     if source == "sketch":
-        shapes = {name: p.shape for name, p in watched.named_parameters() if p.requires_grad}
         group = ordering._group if ordering._ranks_meet else None
         sketcher = Sketcher(shapes, length, fitted=fitted, seed=ordering.seed, group=group)
+    elif written:
+        sketcher = Sketcher(shapes, None, fitted=False)  # whole rows, which are recorded like short ones
 
     held = HeldRows(ordering) if sketcher else None
 
-    def observe_rows(records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:
+    def observe_rows(turn: Pass, shapes: dict[str, torch.Size]) -> None:
         if sketcher is not None and held is not None:
-            held.add(sketcher(records, ordering._epoch))
+            held.add(sketcher(turn.records(), ordering._epoch))
         else:
-            ordering._observe(written_out(records, shapes))
+            ordering._observe(written_out(turn.records(), shapes))
 
     return ExampleAttachment(ordering, watched, observe_rows, mean=reduction == "mean", sketcher=sketcher, held=held)
 

@@ -19,6 +19,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cdgrab.ghost.layers import MIXES_EXAMPLES, Records, differentiated, handler_of
+from cdgrab.ghost.passes import Parts, Pass, Seen
 from cdgrab.ghost.plan import (
     Layer,
     changed_in_place,
@@ -29,11 +30,11 @@ from cdgrab.ghost.plan import (
     find_layers,
     spent,
 )
-from cdgrab.ghost.records import Record, Summed, total
+from cdgrab.ghost.records import Record, Summed
 from cdgrab.ghost.recurrent import Opened, called_with, opens
 from cdgrab.ghost.sketch import Joined, Sketcher
 from cdgrab.hooks.held import HeldRows
-from cdgrab.hooks.replayed import Replays, Seen, recordable, room_for
+from cdgrab.hooks.replayed import Replays, recordable, room_for, trained
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 # somebody keeps the loss, though what it was made for is freed.
 _graph_is_kept: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
-Consumer = Callable[[dict[str, Record], dict[str, torch.Size]], None]
+Consumer = Callable[[Pass, dict[str, torch.Size]], None]
 
 
 @dataclass
@@ -70,7 +71,7 @@ class ExampleAttachment:
     Args:
         ordering: Knows how many examples a batch has.
         model: With layers to watch.
-        consume: Takes the records of a batch, by parameter, and the shapes of the parameters; may be replaced.
+        consume: Takes the records of a batch and the shapes of the parameters; may be replaced.
         mean: Whether the loss is the mean over the batch. Then gradients of a short batch are scaled down, so that
             they weigh as much as all others.
         sketcher: What `consume` makes rows with, if it does; a part of the state.
@@ -120,6 +121,7 @@ class ExampleAttachment:
         self._bytes = 0  # of these
         self._room = 0  # bytes, after which they are looked at
         self._putting_off: torch.device | None = None  # whether layers of the pass are, and where they are
+        self._trained: tuple[bool, ...] = ()  # which parameters are, in such a pass
         self._stream = 0  # on which
         self._used_up: list[list[Tensor]] = []  # inputs that the pass will have been the last to need
         self._first_handles: list[tuple[Tensor, Any]] = []  # needed until the first pass has been checked
@@ -219,7 +221,7 @@ class ExampleAttachment:
                     self._put_off(seen)
                 else:
                     with torch.no_grad():
-                        self._take(seen)
+                        self._take(seen, self._ordering._examples_due())
 
             # An operation in place gives a view another history, and the hook would never be called.
             base = output._base if output._is_view() else None
@@ -242,38 +244,43 @@ class ExampleAttachment:
         self._putting_off = grad.device if self._puts_off(grad) else None
         self._stream = _stream_of(grad)
         if self._putting_off is not None:
-            self.replays.begin([layer.module for layer in self._layers])
+            self._trained = trained([layer.module for layer in self._layers])
+            self.replays.begin(self._trained)
         self._task = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self._on_end_of_backward)
 
     def _puts_off(self, grad: Tensor) -> bool:
         """Whether layers of a pass are looked at together, to be replayed."""
-        if (
-            self.sketcher is None
-            or not self.replays.possible
-            or self._expected is not None
-            or not self.sketcher.settled(self._ordering._epoch)
-            or not recordable(grad)
-        ):
+        if self._expected is not None or not recordable(grad):
+            return False
+        if self.sketcher is None:
+            return self._ordering._looks_later
+        if not self.replays.possible or not self.sketcher.settled(self._ordering._epoch):
             return False
         self._room = self._room or room_for(grad)
         return True
 
     def _put_off(self, seen: Seen) -> None:
         self._seen.append(seen)
+        if self.sketcher is None:
+            return
         self._bytes += seen.x.nbytes + seen.grad.nbytes
         if self._bytes > self._room:
             with torch.no_grad(), _full_precision(seen.grad.device):
                 self._look()
 
-    def _look(self) -> None:
-        """At what has been put off."""
-        assert self.sketcher is not None
-        seen, self._seen = self._seen, []
-        nbytes, self._bytes = self._bytes, 0
+    def _all_seen(self) -> list[Seen]:
+        """What has been put off, and is not any longer."""
+        seen, self._seen, self._bytes = self._seen, [], 0
         changed = next((one for one in seen if one.changed), None)
         if changed is not None:
             raise changed_in_place(changed.layer)
+        return seen
+
+    def _look(self) -> None:
+        """At what has been put off."""
+        assert self.sketcher is not None
+        nbytes, seen = self._bytes, self._all_seen()
         num = self._ordering._examples_due()
         self.sketcher.add_piece(self.replays(seen, nbytes, num, self.sketcher.version))
 
@@ -282,14 +289,25 @@ class ExampleAttachment:
         assert self.sketcher is not None
         parts: dict[str, Tensor] = {}
         for one in seen:
-            self._take(one, parts)
+            self._take(one, self._ordering._examples_due(), parts)
         return self.sketcher.joined(parts)
 
-    def _take(self, seen: Seen, parts: dict[str, Tensor] | None = None) -> None:
+    def _made_records(self, seen: list[Seen], num: int) -> Parts:
+        """Records of layers that were put off, perhaps in another pass."""
+        under_way, self._records = self._records, defaultdict(list)
+        try:
+            with torch.no_grad():
+                for one in seen:
+                    self._take(one, num)
+            return self._records
+        finally:
+            self._records = under_way
+
+    def _take(self, seen: Seen, num: int, parts: dict[str, Tensor] | None = None) -> None:
         """The records of a known layer; what is short goes to `parts`, or to those of the batch."""
         handler, grad = handler_of(seen.layer.module), seen.grad.reshape(seen.shape)
         assert handler is not None
-        num = self._count(seen.layer, [grad])
+        check_count(seen.layer, [grad], num)
         wide = torch.promote_types(grad.dtype, torch.float32)
         inputs = seen.x.detach()
         inputs = inputs.to(wide) if inputs.is_floating_point() else inputs
@@ -299,12 +317,6 @@ class ExampleAttachment:
     def _drop(self) -> None:
         if self.sketcher is not None:
             self.sketcher.drop()
-
-    def _count(self, layer: Layer, grads: list[Tensor | None]) -> int:
-        """How many examples there are; every layer must have them along its first dimension."""
-        num = self._ordering._examples_due()
-        check_count(layer, grads, num)
-        return num
 
     def _keep(self, layer: Layer, records: Records, num: int, parts: dict[str, Tensor] | None = None) -> None:
         """For the end of the pass; short, if that is what will be wanted."""
@@ -355,7 +367,7 @@ class ExampleAttachment:
             held.clear()
         self._forwards_before = self._forwards
         with torch.no_grad(), _full_precision(self._some.device):
-            if self._seen:
+            if self._seen and self.sketcher is not None:
                 self._look()
             if calls:
                 self._records = taken
@@ -365,12 +377,14 @@ class ExampleAttachment:
                 self._check(found, expected)
                 self._expected, self._found = None, {}
                 self._stop_checking()
-            records = {}
-            if self.sketcher is None:
-                records = {name: total(parts) for name, parts in taken.items()}
-            else:
+            turn = Pass({})
+            if self.sketcher is not None:
                 self.sketcher.take_late(taken, self._ordering._epoch)
-            self.consume(records, self._shapes)
+            elif self._seen:
+                turn = Pass(taken, self._all_seen(), self._ordering._examples_due(), self._made_records, self._trained)
+            else:
+                turn = Pass(taken)
+            self.consume(turn, self._shapes)
 
     def _differentiate(self, calls: list[_Call]) -> None:
         self._differentiating = True  # layers run again, and are not to be watched
@@ -378,7 +392,8 @@ class ExampleAttachment:
             for call in calls:
                 if not call.is_unchanged():
                     raise changed_in_place(call.layer)
-                num = self._count(call.layer, call.grads)
+                num = self._ordering._examples_due()
+                check_count(call.layer, call.grads, num)
                 found = differentiated(call.layer.module, call.args, call.kwargs, call.grads, num, self._opened)
                 self._keep(call.layer, found, num)
                 if call.spent:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cdgrab.ghost.plan import Layer
+from cdgrab.ghost.passes import Seen
 from cdgrab.ghost.sketch import Joined
-from cdgrab.graphs import at_home, copy_all, recording
+from cdgrab.graphs import copy_all, recording
 
 log = logging.getLogger("cdgrab")
 
@@ -28,35 +28,6 @@ _MOST_RECORDED = 64  # at a time
 _MOST_RECORDINGS = 256  # in all: where there is no end to them, passes are not alike
 _MOST_KNOWN = 256
 _MOST_MOVES = 16  # of tensors, before copies are made
-
-
-class Seen(NamedTuple):
-    """A layer in a pass: its input, and the gradient of its output, of this `shape`, which may lie there in another."""
-
-    layer: Layer
-    x: Tensor
-    grad: Tensor
-    shape: torch.Size
-    x_version: int
-    grad_version: int
-
-    @classmethod
-    def of(cls, layer: Layer, x: Tensor, grad: Tensor, shape: torch.Size) -> Seen:
-        return cls(layer, x, grad, shape, x._version, grad._version)
-
-    def copied(self) -> Seen:
-        return Seen.of(self.layer, at_home(self.x), at_home(self.grad), self.shape)
-
-    @property
-    def changed(self) -> bool:
-        """In place, since then."""
-        return self.x._version != self.x_version or self.grad._version != self.grad_version
-
-    @property
-    def kind(self) -> Hashable:
-        """What must be the same for one recording to serve."""
-        x, grad = self.x, self.grad
-        return self.layer.name, x.shape, x.stride(), x.dtype, grad.shape, grad.stride(), grad.dtype, self.shape
 
 
 Make = Callable[[list[Seen]], Joined]
@@ -70,6 +41,11 @@ def recordable(grad: Tensor) -> bool:
 def room_for(grad: Tensor) -> int:
     """Bytes of what layers see that may be kept: little beside what there is when a backward pass begins."""
     return max(_LEAST_ROOM, torch.cuda.memory_allocated(grad.device) // 8 if grad.is_cuda else 0)
+
+
+def trained(modules: list[nn.Module]) -> tuple[bool, ...]:
+    """Whether the parameters of these layers are."""
+    return tuple([p.requires_grad for module in modules for p in module._parameters.values() if p is not None])
 
 
 class Replays:
@@ -91,12 +67,10 @@ class Replays:
         self._pool: Any | None = None  # of memory: recordings are replayed one after the other
         self._version = 0
 
-    def begin(self, modules: list[nn.Module]) -> None:
-        """A pass of these layers."""
+    def begin(self, trained: tuple[bool, ...]) -> None:
+        """A pass, in which these parameters are trained."""
         self._used.clear()
-        self._trained = tuple(
-            [p.requires_grad for module in modules for p in module._parameters.values() if p is not None]
-        )
+        self._trained = trained
 
     def __call__(self, seen: list[Seen], nbytes: int, num: int, version: int) -> Joined:
         """What `num` examples get from the layers of a pass that were `seen`; valid until another pass begins.

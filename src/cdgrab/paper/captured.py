@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cdgrab import Ordering
 from cdgrab.ghost.layers import widened
-from cdgrab.ghost.records import Record
+from cdgrab.ghost.passes import Pass
 from cdgrab.hooks.rows import ExampleRows
 from cdgrab.paper.steps import Batch, block_steps, flat_gradients, layer_rows
 from cdgrab.paper.tasks.base import Problem
@@ -268,5 +268,5 @@ class CapturedSteps:
             layer_rows(self._rows, problem, batch, self._batch, place_ND, self._flat_D)
         return place_ND
 
-    def _take_sketch(self, records: dict[str, Record], shapes: dict[str, torch.Size]) -> None:  # noqa: ARG002
-        self._sketch_ND = self._attachment.sketcher(records, self._ordering.epoch)
+    def _take_sketch(self, turn: Pass, shapes: dict[str, torch.Size]) -> None:  # noqa: ARG002
+        self._sketch_ND = self._attachment.sketcher(turn.records(), self._ordering.epoch)

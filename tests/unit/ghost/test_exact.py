@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from _inputs import randn
 from _models import MODELS, build, one_by_one, recorded
 from cdgrab import Ordering, World, flat_grad
 from cdgrab.balance.rules import Greedy
+from cdgrab.balance.tables import decide
 from cdgrab.ghost import Matrix
-from cdgrab.ghost.pairs import Batch, Pairs, ReplayedPairs, _copied, _signature, difference, table
-from cdgrab.ghost.records import Pair, written_out
+from cdgrab.ghost.pairs import Pairs, ReplayedPairs, RowPairs, RunningSum, balance, difference, table
+from cdgrab.ghost.passes import Pass
+from cdgrab.ghost.records import Pair, Rows, written_out
 from cdgrab.ghost.sorter import GhostPairs
+from cdgrab.hooks.ghost import ExampleAttachment
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -59,6 +63,51 @@ def test_tables_and_running_sums(name: str, dtype: torch.dtype) -> None:
         record.add_to(running_sum[key], weights)
     moved = torch.cat([part.flatten() for part in running_sum.values()]).double()
     torch.testing.assert_close(moved, flat + weights.double() @ differences, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_a_few_at_a_time(name: str, size: int, bad: bool) -> None:
+    """Signs, what they were decided on, and the running sum are those of one table of all pairs."""
+    model, x, y = build(name, 12)
+    (first, shapes), (second, _) = recorded(model, x[:6], y[:6]), recorded(model, x[6:], y[6:])
+    if bad:
+        for record in second.values():
+            record.tensors[-1][3] = torch.nan
+    pairs = difference(first, second)
+    sums = [RunningSum(), RunningSum()]
+    for running_sum in sums:
+        running_sum.make_room(first, shapes)
+        for number, part in enumerate(running_sum.parts[key] for key in shapes):
+            part.copy_(0.1 * randn(*part.shape, seed=number, dtype=part.dtype))
+    whole = Pairs(pairs, sums[0])
+    expected = decide(whole.table(0), Greedy())
+    whole.add(0, expected[1])
+    work = RowPairs(pairs, sums[1], size)
+    assert len(work) == -(-6 // size)
+    found = balance(work, Greedy())
+    assert (expected[1] == 0).tolist() == [bad and k == 3 for k in range(6)]
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    assert sums[0].flat_D is not None
+    assert sums[1].flat_D is not None
+    torch.testing.assert_close(sums[1].flat_D, sums[0].flat_D, rtol=1e-7, atol=1e-9)
+
+
+def test_rows_of_parameters_that_gave_other_records_before() -> None:
+    """Which of them are small, and lie last, was settled with the first records."""
+    shapes = {"table": torch.Size((2, 3)), "bias": torch.Size((4,)), "none": torch.Size((2,))}
+    running_sum = RunningSum()
+    running_sum.make_room({"table": Matrix(randn(5, 1, 3), randn(5, 1, 2)), "bias": Rows(randn(5, 4))}, shapes)
+    assert list(running_sum.parts) == ["table", "bias", "none"]
+    rows = {"table": Rows(randn(5, 6, seed=1)), "bias": Rows(randn(5, 4, seed=2))}
+    work = RowPairs({"bias": rows["bias"], "table": rows["table"]}, running_sum, 16)
+    gram = sum(record.rows_ND @ record.rows_ND.T for record in rows.values())
+    torch.testing.assert_close(work.table(0)[:, :-1].float(), gram)
+    factors = Matrix(randn(5, 1, 2, seed=3), randn(5, 1, 2, seed=4))  # of what was small
+    work = RowPairs({"bias": factors, "table": rows["table"]}, running_sum, 16)
+    gram = rows["table"].rows_ND @ rows["table"].rows_ND.T + factors.rows() @ factors.rows().T
+    torch.testing.assert_close(work.table(0)[:, :-1].float(), gram)
 
 
 @pytest.mark.parametrize("positions", [1, 2, 9, 40])
@@ -126,30 +175,26 @@ def test_pairs_that_cannot_be_recorded_are_balanced_all_the_same(
     assert caplog.messages == ["pairs cannot be recorded as a CUDA graph, and are balanced without: no room"]
 
 
-class Copied:
+class Copied(ReplayedPairs):
     """`ReplayedPairs` without graphs: on copies, and only what fits."""
 
     made: ClassVar[list[Copied]] = []
 
-    def __init__(self, first: Batch, second: Batch, running_sum: dict[str, torch.Tensor]) -> None:
-        self.first, self.second, self._running_sum, self.turns = _copied(first), _copied(second), running_sum, 0
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.turns = 0
         self.made.append(self)
 
-    def fits(self, batch: Batch) -> bool:
-        return _signature(batch) == _signature(self.first)
+    def record(self) -> None:
+        pass
 
-    def take(self, batch: Batch, into: Batch) -> None:
+    def take_first(self, turn: Pass) -> Pass:
         self.turns += 1
-        ReplayedPairs.take(self, batch, into)  # type: ignore[arg-type]
+        return super().take_first(turn)
 
-    def __len__(self) -> int:
-        return 1
-
-    def table(self, _: int) -> torch.Tensor:
-        return table(difference(self.first, self.second), self._running_sum)
-
-    def add(self, _: int, weights_K: torch.Tensor) -> None:
-        Pairs(difference(self.first, self.second), self._running_sum).add(0, weights_K)
+    def __call__(self, turn: Pass) -> Tensor:
+        self.turns += 1
+        return super().__call__(turn)
 
 
 @pytest.mark.parametrize("saved", range(9))
@@ -190,6 +235,81 @@ def test_copies_and_states_give_the_same_orders(
     assert all(copied.turns > 2 for copied in Copied.made)
 
 
+@pytest.mark.parametrize("name", ["mlp", "tied", "lstm", "used twice"])
+@pytest.mark.parametrize("saved", [None, 9, 10])
+def test_layers_that_are_looked_at_later(name: str, saved: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they saw is copied, and records are made of the copies; a state is taken of a turn like that, too."""
+
+    def orders(save_at: int | None) -> list[list[int]]:
+        model, x, y = build(name, 26)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def fresh() -> Ordering:
+            made = Ordering(26, batch_size=3, unit_size=1, world=World.simulated(3), seed=3)
+            made.attach(model, source="ghost")
+            return made
+
+        ordering, steps = fresh(), 0
+        while ordering.epoch < 3:
+            index = torch.from_numpy(ordering.remaining()[:3])
+            cross_entropy(model(x[index]), y[index]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+            if steps == save_at:
+                state = ordering.state_dict()
+                assert ordering._attachment is not None
+                ordering._attachment.detach()
+                ordering = fresh()
+                ordering.load_state_dict(state)
+        return [order.tolist() for order in ordering.orders]
+
+    expected = orders(None)
+    seen: list[int] = []
+    made_records = ExampleAttachment._made_records
+
+    def noted(self: ExampleAttachment, layers: list[Any], num: int) -> Any:
+        seen.append(len(layers))
+        return made_records(self, layers, num)
+
+    monkeypatch.setattr(ExampleAttachment, "_made_records", noted)
+    monkeypatch.setattr("cdgrab.hooks.ghost.recordable", lambda _: True)
+    monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
+    monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda *_: True)
+    monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", Copied)
+    Copied.made.clear()
+    assert orders(saved) == expected
+    assert max(seen) > 0
+    assert all(copied.turns > 2 for copied in Copied.made)
+    assert Copied.made
+
+
+def test_what_changes_before_it_is_looked_at_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.bad = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            if self.bad:
+                hidden.register_hook(lambda grad: grad.zero_())
+            found: Tensor = self.second(hidden)
+            return found
+
+    monkeypatch.setattr("cdgrab.hooks.ghost.recordable", lambda _: True)
+    monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
+    model = InPlace()
+    ordering = Ordering(40, batch_size=4, unit_size=1, world=World.simulated(4))
+    ordering.attach(model, source="ghost")
+    for _ in range(3):
+        model(randn(4, 3)).square().mean().backward()
+    model.bad = True
+    with pytest.raises(ValueError, match=r"'first' .* was changed in place"):
+        model(randn(4, 3)).square().mean().backward()
+
+
 def test_a_model_that_moves_leaves_its_recording_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = build("mlp", 12)
     records, shapes = recorded(model, x[:3], y[:3])
@@ -198,10 +318,10 @@ def test_a_model_that_moves_leaves_its_recording_behind(monkeypatch: pytest.Monk
     sorter = GhostPairs(3, Greedy())
     sorter.start_epoch(0, np.full(3, 8))
     for _ in range(4):
-        sorter.add(records, shapes, np.ones((1, 3), dtype=bool))
+        sorter.add(Pass.of(records), shapes, np.ones((1, 3), dtype=bool))
     assert sorter._replayed is not None
     elsewhere = {key: record.like(tuple(t.to("meta") for t in record.tensors)) for key, record in records.items()}
-    assert not sorter._replayed.fits(elsewhere)
+    assert not sorter._replayed.fits(Pass.of(elsewhere))
     sorter._make_room(elsewhere, shapes)
     assert sorter._replayed is None
 
@@ -212,6 +332,6 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace() -> None:
     records, shapes = recorded(model, x, y)
     sorter = GhostPairs(4, Greedy())
     sorter.start_epoch(0, np.full(4, 2))
-    sorter.add(records, shapes, np.ones((2, 4), dtype=bool))
+    sorter.add(Pass.of(records), shapes, np.ones((2, 4), dtype=bool))
     assert sorter.tallies()[0].nonfinite == 1
     assert all(bool(part.isfinite().all()) for part in sorter.running_sum.values())

@@ -452,7 +452,7 @@ def test_a_graph_that_is_kept_serves_twice(name: str) -> None:
     ordering.attach(model, source="sketch", fitted=False)
     found: list[Tensor] = []
     attachment: Any = ordering._attachment
-    attachment.consume = lambda records, shapes: found.append(attachment.sketcher(records, 0))
+    attachment.consume = lambda turn, shapes: found.append(attachment.sketcher(turn.records(), 0))
     attachment._before_forward()  # of another model, for instance
     loss = cross_entropy(model(x), y)
     loss.backward(retain_graph=True)

@@ -16,8 +16,9 @@ from torch.nn.functional import cross_entropy
 from _models import MODELS, build
 from _sketches import listen, sketches
 from cdgrab import Ordering
+from cdgrab.ghost.passes import Seen
 from cdgrab.hooks import ghost, replayed
-from cdgrab.hooks.replayed import Make, Seen
+from cdgrab.hooks.replayed import Make
 
 
 class Traced:

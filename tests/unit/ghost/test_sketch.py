@@ -115,7 +115,8 @@ def test_sequences_of_any_length(fitted: bool) -> None:
         attachment = ExampleAttachment(ordering, model, lambda *found, kept=caught: kept.append(found), mean=True)
         model(x).square().mean().backward()
         attachment.detach()
-        [(records, shapes)] = caught
+        [(found, shapes)] = caught
+        records = found.records()
         sketcher = sketcher or Sketcher(shapes, 36, fitted=fitted)
         rows = sketcher(records, 0)
         b, a = (sketcher._projections["weight", side] for side in "ba")
@@ -132,7 +133,7 @@ def test_records_are_shortened_as_they_come(name: str, fitted: bool) -> None:
     ordering.attach(model, source="sketch", length=60, fitted=fitted)
     attachment: Any = ordering._attachment
     found: list[torch.Tensor] = []
-    attachment.consume = lambda records, shapes: found.append(attachment.sketcher(records, 0))
+    attachment.consume = lambda turn, shapes: found.append(attachment.sketcher(turn.records(), 0))
     for _ in range(3):
         loss = cross_entropy(model(x), y)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
