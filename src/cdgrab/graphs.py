@@ -48,15 +48,15 @@ def _apart(device: torch.device) -> torch.cuda.Stream:
 
 def at_home(tensor: Tensor) -> Tensor:
     """A copy that stays where it is, for recordings to read."""
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.clone()  # laid out as it is, if it is dense
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second of each to the first, those of one type in one launch."""
-    by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    """Copy the second of each to the first; those of one type that are laid out alike in one launch."""
+    groups: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
     for there, here in pairs:
-        theres, heres = by_type.setdefault(there.dtype, ([], []))
+        theres, heres = groups.setdefault((there.dtype, there.stride() == here.stride()), ([], []))
         theres.append(there)
         heres.append(here)
-    for theres, heres in by_type.values():
+    for theres, heres in groups.values():
         torch._foreach_copy_(theres, heres)

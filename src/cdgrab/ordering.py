@@ -31,7 +31,7 @@ from cdgrab.exchange import (
     find_exchange,
 )
 from cdgrab.exchange.collectives import own_group
-from cdgrab.ghost.passes import Pass
+from cdgrab.ghost.passes import Pass, Seen
 from cdgrab.ghost.sorter import GhostPairs
 from cdgrab.hooks import Attachment, Turn
 from cdgrab.metrics import summarise
@@ -232,8 +232,8 @@ class Ordering:
                 any module.
             source: What a unit's gradient is. `"batch"`: what a backward pass leaves, so a unit is a batch, or several
                 that are accumulated (`no_sync`). `"ghost"`: the gradient of every single example (`unit_size=1`),
-                from what the layers of the model have seen, exactly, and written down only where that is cheaper; one
-                process, with any number of simulated workers. `"per_example"`: the same, written down as rows, for any
+                from what the layers of the model have seen, exactly, and never all of them written down; one process,
+                with any number of simulated workers. `"per_example"`: the same, written down as rows, for any
                 number of ranks and any exchange. `"sketch"`: a short row for every example, made from projections;
                 cheap to find and to send, and not exact.
             reduction: For single examples, what the loss does with the batch: `"mean"` or `"sum"`.
@@ -329,7 +329,7 @@ class Ordering:
         """Go on where `state` was taken. A state that does not fit is refused and changes nothing."""
         self._settle()
         payload = checkpoint.unpack(state, self._config, [len(order) for order in self._orders])
-        # Between epochs nothing is left of either form. (On a GPU source 'ghost' writes rows of small models down.)
+        # Between epochs nothing is left of either form.
         moved = (
             payload["records"] != self._records and payload["progress"]["turns"] == 0 and self._rule_name == "greedy"
         )
@@ -445,6 +445,10 @@ class Ordering:
     def _looks_later(self) -> bool:
         """Whether turns had better come with what layers saw, and not with records."""
         return isinstance(self._sorter, GhostPairs) and self._sorter.looks_later
+
+    def _keep_seen(self, seen: list[Seen], start: int) -> list[Seen]:
+        """Copies of layers of the pass under way, if records will be made of copies."""
+        return self._sorter.keep(seen, start) if isinstance(self._sorter, GhostPairs) and seen else seen
 
     def _observe_records(self, turn: Pass, shapes: dict[str, torch.Size]) -> None:
         with self._timed():

@@ -22,6 +22,8 @@ from cdgrab.balance.kernels import precision
 
 _COLUMNS = 128
 _MOST_PROGRAMS = 528  # four for each multiprocessor of a large GPU
+_SPLIT = 2  # programs for the columns of vectors that are at least so long
+_LONG = 512
 
 
 def add_lookups(index_NT: Tensor, b_NTq: Tensor, place_ND: Tensor, strides: tuple[int, int]) -> None:
@@ -57,8 +59,17 @@ def outer_sums(b_NTq: Tensor, left_mq: Tensor | None, a_NTp: Tensor, right_kp: T
     parts = 1 if alone else max(1, min(math.ceil(positions / tile), _MOST_PROGRAMS // num))
     length = math.ceil(positions / parts / tile) * tile
     parts = math.ceil(positions / length)
-    out_SNmk = a_NTp.new_empty(parts, num, m, k)
-    _outer_sums[(triton.cdiv(num, tile) if alone else num, parts)](
+    programs = triton.cdiv(num, tile) if alone else num
+    # A program goes through its columns one after the other, so the columns of long vectors are shared out, too. Then
+    # they are read more than once, which many programs would feel.
+    few = 2 * _SPLIT**2 * programs * parts <= _MOST_PROGRAMS
+    splits = [
+        _SPLIT if few and projection is not None and projection.shape[1] >= _LONG else 1
+        for projection in (left_mq, right_kp)
+    ]
+    sums = parts * splits[0] * splits[1]
+    out_SNmk = a_NTp.new_empty(sums, num, m, k)
+    _outer_sums[(programs, sums)](
         b_NTq,
         b_NTq if left_mq is None else left_mq.contiguous(),
         a_NTp,
@@ -76,6 +87,8 @@ def outer_sums(b_NTq: Tensor, left_mq: Tensor | None, a_NTp: Tensor, right_kp: T
         LEFT=left_mq is not None,
         RIGHT=right_kp is not None,
         ALONE=alone,
+        LEFT_SPLITS=splits[0],
+        RIGHT_SPLITS=splits[1],
         TILE=tile,
         M=max(16, triton.next_power_of_2(m)),
         K=max(16, triton.next_power_of_2(k)),
@@ -84,7 +97,7 @@ def outer_sums(b_NTq: Tensor, left_mq: Tensor | None, a_NTp: Tensor, right_kp: T
         num_warps=4,
         num_stages=4,  # of columns on their way
     )
-    return out_SNmk[0] if parts == 1 else out_SNmk.sum(0)
+    return out_SNmk[0] if sums == 1 else out_SNmk.sum(0)
 
 
 @triton.jit
@@ -110,22 +123,36 @@ def _outer_sums(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     ALONE: tl.constexpr,
+    LEFT_SPLITS: tl.constexpr,
+    RIGHT_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
     M: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A program takes `length` positions of an example; of a single position each, some examples."""
+    """A program takes `length` positions of an example, or of a single position each, some examples.
+
+    Of each vector it takes a part of the columns. What all parts give adds up to the sum.
+    """
     program = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1).to(tl.int64)
+    number = tl.program_id(1).to(tl.int64)
+    part = number // (LEFT_SPLITS * RIGHT_SPLITS)
+    q_part = tl.cdiv(tl.cdiv(q, LEFT_SPLITS), COLUMNS) * COLUMNS
+    q_begin = number // RIGHT_SPLITS % LEFT_SPLITS * q_part
+    q_end = tl.minimum(q_begin + q_part, q)
+    p_part = tl.cdiv(tl.cdiv(p, RIGHT_SPLITS), COLUMNS) * COLUMNS
+    p_begin = number % RIGHT_SPLITS * p_part
+    p_end = tl.minimum(p_begin + p_part, p)
     i, j = tl.arange(0, M), tl.arange(0, K)
     if ALONE:
         example = program * TILE + tl.arange(0, TILE)
         inside = example < num
-        b_TM = _projected(b + example * b_example, left, q, m, inside, b_column, LEFT, TILE, M, COLUMNS, PRECISION)
-        a_TK = _projected(a + example * a_example, right, p, k, inside, a_column, RIGHT, TILE, K, COLUMNS, PRECISION)
-        place = out + (example[:, None, None] * m + i[None, :, None]) * k + j[None, None, :]
+        here = b + example * b_example
+        b_TM = _projected(here, left, q, q_begin, q_end, m, inside, b_column, LEFT, TILE, M, COLUMNS, PRECISION)
+        here = a + example * a_example
+        a_TK = _projected(here, right, p, p_begin, p_end, k, inside, a_column, RIGHT, TILE, K, COLUMNS, PRECISION)
+        place = out + ((number * num + example[:, None, None]) * m + i[None, :, None]) * k + j[None, None, :]
         there = inside[:, None, None] & (i < m)[None, :, None] & (j < k)[None, None, :]
         tl.store(place, b_TM[:, :, None] * a_TK[:, None, :], mask=there)
     else:
@@ -134,11 +161,11 @@ def _outer_sums(
             t = start + tl.arange(0, TILE)
             inside = t < positions
             here = b + program * b_example + t * b_position
-            b_TM = _projected(here, left, q, m, inside, b_column, LEFT, TILE, M, COLUMNS, PRECISION)
+            b_TM = _projected(here, left, q, q_begin, q_end, m, inside, b_column, LEFT, TILE, M, COLUMNS, PRECISION)
             here = a + program * a_example + t * a_position
-            a_TK = _projected(here, right, p, k, inside, a_column, RIGHT, TILE, K, COLUMNS, PRECISION)
+            a_TK = _projected(here, right, p, p_begin, p_end, k, inside, a_column, RIGHT, TILE, K, COLUMNS, PRECISION)
             total_MK += tl.dot(tl.trans(b_TM), a_TK, input_precision=PRECISION)
-        place = out + ((part * num + program) * m + i[:, None]) * k + j[None, :]
+        place = out + ((number * num + program) * m + i[:, None]) * k + j[None, :]
         tl.store(place, total_MK, mask=(i < m)[:, None] & (j < k)[None, :])
 
 
@@ -147,6 +174,8 @@ def _projected(
     rows,
     projection,
     width,
+    begin,
+    end,
     count,
     inside,
     column_stride,
@@ -156,13 +185,13 @@ def _projected(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`TILE x COUNT`: some vectors, shortened."""
+    """`TILE x COUNT`: some vectors, shortened; of those that are projected, the columns from `begin` to `end`."""
     j = tl.arange(0, COUNT)
     if PROJECT:
         short = tl.zeros([TILE, COUNT], tl.float32)
-        for start in range(0, width, COLUMNS):
+        for start in range(begin, end, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
-            there = column < width
+            there = column < end
             x = tl.load(
                 rows[:, None] + column[None, :] * column_stride, mask=inside[:, None] & there[None, :], other=0.0
             )

@@ -23,9 +23,8 @@ from cdgrab.graphs import copy_all, recording
 # In a table of more pairs most inner products are between pairs that are far apart. They cost more than another launch,
 # and Triton's kernels do not take more.
 _BLOCK_ON_GPU = 64
-_ROWS_AT_A_TIME = 16  # that are written out: their table is found as fast as they are read
-_FEWEST_ROWS = 4
-_MOST_NUMBERS = 1 << 28  # of these rows; twice as many if they are so long that they would be fewer
+_ROWS_AT_A_TIME = 16, 8, 4  # that are written out: so many if they take no more memory than the records do,
+_MOST_NUMBERS = 1 << 28, 1 << 29  # otherwise so many if they have no more numbers than this
 _SMALL = 1 << 16  # numbers of a parameter whose rows are put in place together with others
 _MOST_BYTES = 1 << 31  # of two turns that are copied to be replayed; larger models keep a GPU busy as it is
 
@@ -189,8 +188,15 @@ def _rows_at_a_time(pairs: Batch, running_sum: RunningSum) -> int:
         pair = Pair(here, None) if isinstance(here, Matrix) else here
         if isinstance(pair, Pair) and pair.prefers_factors():
             by_factors += running_sum.parts[name].numel()
-    size = min(_ROWS_AT_A_TIME, max(_FEWEST_ROWS, _MOST_NUMBERS // len(flat_D)))
-    return size if 4 * by_factors <= len(flat_D) and size * len(flat_D) <= 2 * _MOST_NUMBERS else 0
+    if 4 * by_factors > len(flat_D):
+        return 0
+    most, fewer, fewest = _ROWS_AT_A_TIME
+    of_a_pass = sum(tensor.numel() for record in pairs.values() for tensor in record.tensors) // 2
+    if most * len(flat_D) <= of_a_pass:
+        return most
+    if fewer * len(flat_D) <= _MOST_NUMBERS[0]:
+        return fewer
+    return fewest if fewest * len(flat_D) <= _MOST_NUMBERS[1] else 0
 
 
 def balance(work: Work, rule: Rule) -> Tensor:
@@ -203,38 +209,42 @@ def balance(work: Work, rule: Rule) -> Tensor:
 
 
 class ReplayedPairs:
-    """Pairs of turns that are always alike, recorded on copies of them.
+    """Pairs of passes that are always alike, recorded.
 
     Args:
-        first: A turn; what comes later must be like it (`fits`).
+        first: A pass; what comes later must be like it (`fits`). What its layers saw has been copied home, its records
+            are copied here.
         second: The next.
         running_sum: Is changed in place, and must stay where it is.
         rule: With thresholds that are always the same.
     """
 
     def __init__(self, first: Pass, second: Pass, running_sum: RunningSum, rule: Rule) -> None:
-        self._kind = first.kind
-        self.first, self._second = first.copied(), second.copied()
+        self.first, self._second = first.with_copied_parts(), second.with_copied_parts()
         self._running_sum, self._rule = running_sum, rule
         self._graph: torch.cuda.CUDAGraph | None = None
         self._decided_4N: Tensor | None = None
         self._thresholds: list[Tensor] = []  # which the graph reads
 
-    def fits(self, turn: Pass) -> bool:
-        return turn.kind == self._kind
+    def take_first(self, coming: Pass) -> bool:
+        """Take a pass whose partners are still to come, unless it is of another kind."""
+        return self._take(coming, self.first)
 
-    def take_first(self, turn: Pass) -> Pass:
-        """Copy a turn whose partners are still to come."""
-        _copy(turn, self.first)
-        return self.first
-
-    def __call__(self, turn: Pass) -> Tensor:
-        """Balance the first turn with this one; `4 x N`, as `tables.decide`."""
-        _copy(turn, self._second)
+    def take_second(self, coming: Pass) -> Tensor | None:
+        """Balance the first pass with this one; `4 x N`, as `tables.decide`. None if it is of another kind."""
+        if not self._take(coming, self._second):
+            return None
         if self._graph is None or self._decided_4N is None:
             return self.balance()
         self._graph.replay()
         return self._decided_4N.clone()
+
+    def _take(self, coming: Pass, into: Pass) -> bool:
+        if not coming.fits(into):
+            return False
+        if coming.parts:
+            copy_all(zip(into.tensors_of_parts, coming.tensors_of_parts, strict=True))
+        return True
 
     def balance(self) -> Tensor:
         """What is recorded."""
@@ -262,13 +272,10 @@ def replayable(first: Pass, second: Pass, running_sum: RunningSum) -> bool:
     return all(record.dense for record in lookups) or _rows_at_a_time(pairs, running_sum) > 0
 
 
-def small_enough(turn: Pass) -> bool:
+def small_enough(one: Pass) -> bool:
     """To be copied, with another like it, on a GPU."""
-    return all(tensor.is_cuda for tensor in turn.tensors) and 2 * turn.nbytes <= _MOST_BYTES
-
-
-def _copy(turn: Pass, into: Pass) -> None:
-    copy_all(zip(into.tensors, turn.tensors, strict=True))
+    tensors = one.tensors
+    return all(tensor.is_cuda for tensor in tensors) and 2 * sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES
 
 
 def _some(pairs: Batch) -> Tensor:

@@ -6,7 +6,7 @@ something larger, all that is wanted of a pass are the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cdgrab.ghost.plan import Layer
 from cdgrab.ghost.records import Record, total
-from cdgrab.graphs import at_home
+from cdgrab.graphs import at_home, copy_all
 
 Batch = dict[str, Record]  # by the name of the parameter
 Parts = dict[str, list[Record]]  # of each of its uses
@@ -45,9 +45,46 @@ class Seen(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """What must be the same for one recording to serve."""
+        """What must be the same for one recording to serve, where it lies or on copies."""
+        return self.kind_of_copies, self.x.stride(), self.grad.stride()
+
+    @property
+    def kind_of_copies(self) -> Hashable:
+        """What must be the same for one recording to serve, on copies."""
         x, grad = self.x, self.grad
-        return self.layer.name, x.shape, x.stride(), x.dtype, grad.shape, grad.stride(), grad.dtype, self.shape
+        return self.layer.name, x.shape, x.dtype, grad.shape, grad.dtype, grad.device, self.shape
+
+
+class Home:
+    """Where what the layers of a pass saw is copied to, so that it is in the same place for every pass.
+
+    Layers come a few at a time, while the pass goes on: nothing else need be kept of them then.
+    """
+
+    def __init__(self) -> None:
+        self.settled = False  # whether copies must stay where they are
+        self._copies: list[Seen] = []
+        self._kinds: list[Hashable] = []
+
+    def keep(self, seen: list[Seen], start: int) -> list[Seen]:
+        """Copies of these layers, of which the first is number `start` of the pass.
+
+        If everything must stay where it is, what is given back of a layer unlike the one that was there is no copy.
+        """
+        if not self.settled:
+            self._copies[start:] = [one.copied() for one in seen]
+            self._kinds[start:] = [one.kind_of_copies for one in seen]
+            return self._copies[start:]
+        found, pairs = [], []
+        for place, one in enumerate(seen, start):
+            if place < len(self._kinds) and one.kind_of_copies == self._kinds[place]:
+                there = self._copies[place]
+                pairs += [(there.x, one.x), (there.grad, one.grad)]
+                found.append(there)
+            else:
+                found.append(one)
+        copy_all(pairs)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,38 +121,37 @@ class Pass:
     @property
     def tensors(self) -> list[Tensor]:
         """All there are."""
-        kept = [tensor for uses in self.parts.values() for record in uses for tensor in record.tensors]
-        return [tensor for one in self.seen for tensor in (one.x, one.grad)] + kept
+        return [tensor for one in self.seen for tensor in (one.x, one.grad)] + self.tensors_of_parts
 
     @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+    def tensors_of_parts(self) -> list[Tensor]:
+        return [tensor for uses in self.parts.values() for record in uses for tensor in record.tensors]
+
+    def with_copied_parts(self) -> Pass:
+        """The same, with records that stay where they are."""
+        parts = {
+            name: [record.like(tuple(map(at_home, record.tensors))) for record in uses]
+            for name, uses in self.parts.items()
+        }
+        return replace(self, parts=parts)
+
+    def fits(self, other: Pass) -> bool:
+        """Whether what was recorded with the other serves: it is of one kind, and what layers saw has one home."""
+        return (
+            len(self.seen) == len(other.seen)
+            and all(a is b for a, b in zip(self.seen, other.seen, strict=True))
+            and (self.num, self.trained, self._kind_of_parts) == (other.num, other.trained, other._kind_of_parts)
+        )
 
     @property
     def kind(self) -> Hashable:
         """What must be the same for one recording to serve."""
-        parts = tuple(
+        return self.num, self.trained, tuple([one.kind_of_copies for one in self.seen]), self._kind_of_parts
+
+    @property
+    def _kind_of_parts(self) -> Hashable:
+        return tuple(
             (name, type(record), *((t.shape, t.dtype, t.device) for t in record.tensors))
             for name, uses in self.parts.items()
             for record in uses
         )
-        where = self.seen[0].grad.device if self.seen else None
-        return self.num, self.trained, where, tuple([one.kind for one in self.seen]), parts
-
-    def copied(self) -> Pass:
-        """With tensors that stay where they are."""
-        return self._with(at_home(tensor) for tensor in self.tensors)
-
-    def negated(self) -> Pass:
-        """Gradients of the opposite sign; those that layers saw are changed in place."""
-        if self.seen:
-            torch._foreach_neg_([one.grad for one in self.seen])
-        return replace(self, parts={name: [record.negated() for record in uses] for name, uses in self.parts.items()})
-
-    def _with(self, tensors: Iterator[Tensor]) -> Pass:
-        seen = [Seen.of(one.layer, next(tensors), next(tensors), one.shape) for one in self.seen]
-        parts = {
-            name: [record.like(tuple(next(tensors) for _ in record.tensors)) for record in uses]
-            for name, uses in self.parts.items()
-        }
-        return replace(self, seen=seen, parts=parts)

@@ -177,11 +177,7 @@ def check_sums(found: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
 
 
 def written_down(model: nn.Module, batch: int) -> bool:
-    """Whether writing all rows of a batch down beats finding their inner products layer by layer.
-
-    Small models on a GPU spend their time on launches, of which rows take fewer (LeNet, 128 examples, H200: 1.6 times a
-    plain step against 2.75).
-    """
+    """Whether rows of a batch are few enough to be recorded, on a GPU, where small models spend their time on launches."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numbers = batch * sum(parameter.numel() for parameter in trainable)
     return numbers <= _FEW_NUMBERS and any(parameter.is_cuda for parameter in trainable)
@@ -217,8 +213,6 @@ def explain(model: nn.Module, batch: int, inputs: tuple[Any, ...] = ()) -> str:
         f"kept: numbers per example until the pair is complete. extra: multiplications over those of the layer's own "
         f"step, with {batch} examples in a batch."
     ]
-    if written_down(model, batch):
-        notes.append("All rows of a batch are few enough to be written down, which takes fewer launches on a GPU.")
     if _one_by_one(layers, positions, batch):
         notes.append(
             "These layers are small: on a CPU, with the default rule, pairs are balanced one by one, which takes less "

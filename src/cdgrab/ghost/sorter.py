@@ -23,11 +23,12 @@ from cdgrab.decisions import Decisions
 from cdgrab.exchange.base import BoolArray
 from cdgrab.ghost import compiled
 from cdgrab.ghost.pairs import ReplayedPairs, RunningSum, balance, difference, replayable, small_enough, work_of
-from cdgrab.ghost.passes import Batch, Pass
+from cdgrab.ghost.passes import Batch, Home, Pass, Seen
 from cdgrab.ghost.records import Lookup, Matrix, Record, Rows, stacked, taken
 from cdgrab.units import IntArray
 
 log = logging.getLogger("cdgrab")
+_MOST_MISSED = 64  # steps in a row that were not like those that have been recorded
 _KINDS: dict[str, type[Any]] = {"Rows": Rows, "Matrix": Matrix, "Lookup": Lookup}
 
 
@@ -45,6 +46,8 @@ class GhostPairs:
         self._balanced = False  # whether there have been pairs yet
         self._recordable = type(rule) is Greedy
         self._replayed: ReplayedPairs | None = None
+        self._homes = Home(), Home()  # of the first and the second of a pair
+        self._missed = 0  # steps since the last that were replayed
         self._small = False  # whether turns are small enough for that
         self.decisions = Decisions()
 
@@ -58,6 +61,10 @@ class GhostPairs:
         """Whether turns had better come with what layers saw, and not with records."""
         return self._recordable and self._small
 
+    def keep(self, seen: list[Seen], start: int) -> list[Seen]:
+        """Copy what layers saw in the pass under way, where number `start` is the first of these, if it pays."""
+        return self._homes[self._held is not None].keep(seen, start)
+
     def add(self, step: Pass, shapes: dict[str, torch.Size], counts_mW: BoolArray) -> None:
         """Take a step, worker by worker; `counts_mW` says which of its examples are units.
 
@@ -67,6 +74,10 @@ class GhostPairs:
         alike = turns == 1 and bool(counts_mW.all())
         if alike and self._replayed is not None and self._add_alike(step):
             return
+        self._missed += 1
+        if self._missed > _MOST_MISSED and self.looks_later:  # passes are not alike, and need no copies
+            self._forget_recording()
+            self._recordable = False
         batch = step.records()
         self._make_room(batch, shapes)
         if alike:
@@ -97,30 +108,24 @@ class GhostPairs:
             self._held = step if turns == 1 else Pass.of(self._pick(batch, turn_of[whole]))
             self._held_W, self._held_alike = counts_mW[whole], turns == 1
 
-    def _add_alike(self, turn: Pass) -> bool:
+    def _add_alike(self, step: Pass) -> bool:
         """Take a turn of all workers the fast way, if there is one; kernels are compiled by the first pairs, before."""
         replayed = self._replayed
         if self._held is None:
-            if replayed is None or not replayed.fits(turn):
+            if replayed is None or not replayed.take_first(step):
                 return False
-            self._held, self._held_W = replayed.take_first(turn), np.ones(self._num_workers, dtype=bool)
+            self._held, self._held_W = replayed.first, np.ones(self._num_workers, dtype=bool)
             return True
         if not self._held_W.all():
             return False
+        decided_4K: Tensor | None = None
         if replayed is not None:
-            if self._held is not replayed.first or not replayed.fits(turn):
-                return False
-            decided_4K = replayed(turn)
-        else:
-            if not (self._balanced and self._recordable and self._held_alike):
-                return False
-            if not replayable(self._held, turn, self._sum):
-                return False
-            found = self._first_replayed(self._held, turn)
-            if found is None:
-                return False
-            decided_4K = found
-        self._held = None
+            decided_4K = replayed.take_second(step) if self._held is replayed.first else None
+        elif self._balanced and self._recordable and self._held_alike and replayable(self._held, step, self._sum):
+            decided_4K = self._first_replayed(self._held, step)
+        if decided_4K is None:
+            return False
+        self._held, self._missed = None, 0
         self._count(decided_4K, np.arange(self._num_workers))
         return True
 
@@ -135,13 +140,19 @@ class GhostPairs:
         try:
             replayed.record()
             self._replayed = replayed
+            for home in self._homes:
+                home.settled = True
         except RuntimeError as error:  # too little memory, or something CUDA does not record
             self._give_up(error)
         return decided_4K
 
     def _give_up(self, error: RuntimeError) -> None:
+        self._forget_recording()
         self._recordable = False
         log.warning("pairs cannot be recorded as a CUDA graph, and are balanced without: %s", error)
+
+    def _forget_recording(self) -> None:
+        self._replayed, self._homes, self._missed = None, (Home(), Home()), 0
 
     def _pick(self, batch: Batch, index: Tensor) -> Batch:
         """The examples of one turn."""
@@ -177,7 +188,7 @@ class GhostPairs:
         if all(part.device == device for part in self.running_sum.values()):
             return
         # A loaded state follows the model. What was recorded has been recorded on the other device.
-        self._replayed = None
+        self._forget_recording()
         self._sum.load({name: part.to(device) for name, part in self.running_sum.items()})
         if self._held is not None:
             held = self._held.records()
@@ -237,7 +248,7 @@ class GhostPairs:
             )
         self._held_W = state["held_workers"].cpu().numpy().copy()
         self._sum.load(state["running_sum"])
-        self._replayed = None  # was recorded with the running sum that has been replaced
+        self._forget_recording()  # it was made with the running sum that has been replaced
         self.decisions.load_state_dict(state["decisions"])
         self._tally = Tally(**state["tally"])
         self._rule.load_state_dict(state["rule"])

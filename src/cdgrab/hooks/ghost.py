@@ -34,7 +34,7 @@ from cdgrab.ghost.records import Record, Summed
 from cdgrab.ghost.recurrent import Opened, called_with, opens
 from cdgrab.ghost.sketch import Joined, Sketcher
 from cdgrab.hooks.held import HeldRows
-from cdgrab.hooks.replayed import Replays, recordable, room_for, trained
+from cdgrab.hooks.replayed import LEAST_ROOM, Replays, recordable, room_for, trained
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
@@ -118,6 +118,7 @@ class ExampleAttachment:
         self._opened: dict[nn.Module, Opened] = {}
         self.replays = Replays(self._made)
         self._seen: list[Seen] = []  # of the pass under way, to be looked at together
+        self._kept: list[Seen] = []  # likewise, and where they stay until then
         self._bytes = 0  # of these
         self._room = 0  # bytes, after which they are looked at
         self._putting_off: torch.device | None = None  # whether layers of the pass are, and where they are
@@ -234,7 +235,6 @@ class ExampleAttachment:
         # If a pass before broke off, what it left is not to be mixed with what comes.
         self._records.clear()
         self._calls.clear()
-        self._seen, self._bytes = [], 0
         self._drop()
         self._accumulated.clear()
         self._used_up.clear()
@@ -254,6 +254,7 @@ class ExampleAttachment:
         if self._expected is not None or not recordable(grad):
             return False
         if self.sketcher is None:
+            self._room = LEAST_ROOM  # for copies that are made at once
             return self._ordering._looks_later
         if not self.replays.possible or not self.sketcher.settled(self._ordering._epoch):
             return False
@@ -262,12 +263,17 @@ class ExampleAttachment:
 
     def _put_off(self, seen: Seen) -> None:
         self._seen.append(seen)
-        if self.sketcher is None:
-            return
         self._bytes += seen.x.nbytes + seen.grad.nbytes
         if self._bytes > self._room:
             with torch.no_grad(), _full_precision(seen.grad.device):
-                self._look()
+                if self.sketcher is None:
+                    self._keep_seen()
+                else:
+                    self._look()
+
+    def _keep_seen(self) -> None:
+        """Copy what has been put off."""
+        self._kept += self._ordering._keep_seen(self._all_seen(), len(self._kept))
 
     def _all_seen(self) -> list[Seen]:
         """What has been put off, and is not any longer."""
@@ -315,6 +321,7 @@ class ExampleAttachment:
             self._keep(seen.layer, handler(seen.layer.module, inputs, grad.to(wide), num), num, parts)
 
     def _drop(self) -> None:
+        self._seen, self._kept, self._bytes = [], [], 0
         if self.sketcher is not None:
             self.sketcher.drop()
 
@@ -354,7 +361,6 @@ class ExampleAttachment:
         expected, found = self._expected, self._found
         used_up, self._used_up = self._used_up, []
         if not self._accumulated:
-            self._seen, self._bytes = [], 0
             self._drop()
             return  # somebody asked for gradients of something else, with torch.autograd.grad
         if self._forwards and self._forwards == self._forwards_before:
@@ -380,10 +386,10 @@ class ExampleAttachment:
             turn = Pass({})
             if self.sketcher is not None:
                 self.sketcher.take_late(taken, self._ordering._epoch)
-            elif self._seen:
-                turn = Pass(taken, self._all_seen(), self._ordering._examples_due(), self._made_records, self._trained)
             else:
-                turn = Pass(taken)
+                self._keep_seen()
+                kept, self._kept = self._kept, []
+                turn = Pass(taken, kept, self._ordering._examples_due(), self._made_records, self._trained)
             self.consume(turn, self._shapes)
 
     def _differentiate(self, calls: list[_Call]) -> None:

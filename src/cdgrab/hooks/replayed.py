@@ -21,7 +21,7 @@ from cdgrab.graphs import copy_all, recording
 
 log = logging.getLogger("cdgrab")
 
-_LEAST_ROOM = 1 << 25  # bytes of what layers see that may be kept
+LEAST_ROOM = 1 << 25  # bytes of what layers see that may be kept
 _LITTLE = 1 << 24  # bytes that are copied at once
 _MOST_COPIED = 1 << 30  # bytes of copies; larger models keep a GPU busy
 _MOST_RECORDED = 64  # at a time
@@ -40,7 +40,7 @@ def recordable(grad: Tensor) -> bool:
 
 def room_for(grad: Tensor) -> int:
     """Bytes of what layers see that may be kept: little beside what there is when a backward pass begins."""
-    return max(_LEAST_ROOM, torch.cuda.memory_allocated(grad.device) // 8 if grad.is_cuda else 0)
+    return max(LEAST_ROOM, torch.cuda.memory_allocated(grad.device) // 8 if grad.is_cuda else 0)
 
 
 def trained(modules: list[nn.Module]) -> tuple[bool, ...]:

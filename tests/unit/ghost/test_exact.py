@@ -188,13 +188,10 @@ class Copied(ReplayedPairs):
     def record(self) -> None:
         pass
 
-    def take_first(self, turn: Pass) -> Pass:
-        self.turns += 1
-        return super().take_first(turn)
-
-    def __call__(self, turn: Pass) -> Tensor:
-        self.turns += 1
-        return super().__call__(turn)
+    def _take(self, coming: Pass, into: Pass) -> bool:
+        taken = super()._take(coming, into)
+        self.turns += taken
+        return taken
 
 
 @pytest.mark.parametrize("saved", range(9))
@@ -278,10 +275,58 @@ def test_layers_that_are_looked_at_later(name: str, saved: int | None, monkeypat
     monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda *_: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", Copied)
     Copied.made.clear()
-    assert orders(saved) == expected
-    assert max(seen) > 0
-    assert all(copied.turns > 2 for copied in Copied.made)
-    assert Copied.made
+    for room in (1, 1 << 20):  # layers are copied one by one, or all together
+        monkeypatch.setattr("cdgrab.hooks.ghost.LEAST_ROOM", room)
+        Copied.made.clear()
+        seen.clear()
+        assert orders(saved) == expected
+        assert max(seen) > 0
+        assert Copied.made
+        assert all(copied.turns > 2 for copied in Copied.made)
+
+
+def test_passes_that_are_never_alike_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cdgrab.hooks.ghost.recordable", lambda _: True)
+    monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
+    monkeypatch.setattr("cdgrab.ghost.sorter._MOST_MISSED", 6)
+    model = nn.Linear(3, 4)
+    ordering = Ordering(200, batch_size=4, unit_size=1, world=World.simulated(4))
+    ordering.attach(model, source="ghost")
+    sorter: Any = ordering._sorter
+    copied = []
+    for positions in range(1, 12):
+        model(randn(4, positions, 3)).square().mean().backward()
+        copied.append(sum(len(home._copies) for home in sorter._homes))
+    assert copied[:4] == [0, 1, 2, 2]
+    assert copied[-3:] == [0, 0, 0]
+    assert not sorter.looks_later
+
+
+def test_what_is_asked_of_a_graph_in_between_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that asks for the gradient of an input comes by some layers, and is not a batch."""
+
+    def orders(asking: bool) -> list[list[int]]:
+        model, x, y = build("mlp", 24)
+        ordering = Ordering(24, batch_size=3, unit_size=1, world=World.simulated(3), seed=3)
+        ordering.attach(model, source="ghost")
+        while ordering.epoch < 2:
+            batch = torch.from_numpy(ordering.remaining()[:3])
+            inputs = x[batch].clone().requires_grad_()
+            loss = cross_entropy(model(inputs), y[batch])
+            if asking:
+                torch.autograd.grad(loss, inputs, retain_graph=True)
+            loss.backward()
+        return [order.tolist() for order in ordering.orders]
+
+    expected = orders(asking=False)
+    monkeypatch.setattr("cdgrab.hooks.ghost.recordable", lambda _: True)
+    monkeypatch.setattr("cdgrab.hooks.ghost.LEAST_ROOM", 1)
+    monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
+    monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda *_: True)
+    monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", Copied)
+    Copied.made.clear()
+    assert orders(asking=True) == expected
+    assert sum(copied.turns for copied in Copied.made) > 8
 
 
 def test_what_changes_before_it_is_looked_at_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +366,7 @@ def test_a_model_that_moves_leaves_its_recording_behind(monkeypatch: pytest.Monk
         sorter.add(Pass.of(records), shapes, np.ones((1, 3), dtype=bool))
     assert sorter._replayed is not None
     elsewhere = {key: record.like(tuple(t.to("meta") for t in record.tensors)) for key, record in records.items()}
-    assert not sorter._replayed.fits(Pass.of(elsewhere))
+    assert not sorter._replayed.take_first(Pass.of(elsewhere))
     sorter._make_room(elsewhere, shapes)
     assert sorter._replayed is None
 

@@ -130,8 +130,11 @@ def test_sketches_of_tensors_that_move(name: str, monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
+SIDES = [(7, 3, 200, 9), (1, None, 300, 40), (33, 20, 64, None), (70, 64, 5, 2)]
+
+
 @pytest.mark.parametrize(("num", "positions"), [(5, 1), (130, 1), (3, 7), (4, 20), (3, 100), (600, 40), (2, 5000)])
-@pytest.mark.parametrize(("q", "m", "p", "k"), [(7, 3, 200, 9), (1, None, 300, 40), (33, 20, 64, None), (70, 64, 5, 2)])
+@pytest.mark.parametrize(("q", "m", "p", "k"), [*SIDES, (700, 3, 520, 9), (1, None, 900, 4)])
 @pytest.mark.parametrize("across", [False, True])
 def test_outer_sums(num: int, positions: int, q: int, m: int | None, p: int, k: int | None, across: bool) -> None:
     """Sums of outer products of projected vectors, laid out along positions or across them, against plain PyTorch."""
@@ -174,9 +177,8 @@ def test_orders(name: str, source: str) -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "lenet", "transformer", "tied", "attention"])
 @pytest.mark.parametrize(("workers", "batch"), [(5, 5), (3, 6), (70, 70)])
-def test_orders_from_records(name: str, workers: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models whose rows are not written down. Turns of one example each are replayed; 70 pairs are two blocks."""
-    monkeypatch.setattr("cdgrab.hooks.attach.written_down", lambda *_: False)
+def test_orders_from_records(name: str, workers: int, batch: int) -> None:
+    """Turns of one example each are replayed; 70 pairs are several blocks."""
     orders = []
     for device in ("cpu", "cuda"):
         model, x, y = build(name, 9 * workers + 2)
@@ -216,8 +218,10 @@ def test_replayed_pairs(name: str, rows: bool, monkeypatch: pytest.MonkeyPatch) 
     replayed.record()
     steps = ((0, 1), (2, 3), (1, 2))
     for first, second in steps[1:]:
-        assert replayed.take_first(turns[first]) is replayed.first
-        found.append(replayed(turns[second]))
+        assert replayed.take_first(turns[first])
+        decided = replayed.take_second(turns[second])
+        assert decided is not None
+        found.append(decided)
     for (first, second), decided in zip(steps, found, strict=True):
         exact = [
             {
@@ -251,18 +255,16 @@ def test_products_of_long_sequences(dtype: torch.dtype, most: int, monkeypatch: 
         assert float((found.cpu().double() - expected).abs().max() / expected.abs().max()) < tolerance
 
 
-@pytest.mark.parametrize("source", ["ghost", "per_example", "sketch", "records"])
-def test_nothing_waits_for_the_device(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("source", "name"), [("ghost", "lenet"), ("ghost", "tied"), ("per_example", "lenet"), ("sketch", "lenet")]
+)
+def test_nothing_waits_for_the_device(source: str, name: str) -> None:
     """After the first batch, which is held against the gradient of `backward()`."""
-    name = "tied" if source == "records" else "lenet"
-    if source == "records":
-        monkeypatch.setattr("cdgrab.hooks.attach.written_down", lambda *_: False)
-        source = "ghost"
     model, x, y = build(name, 64, torch.float32)
     model, x, y = model.cuda(), x.cuda(), y.cuda()
     ordering = Ordering(64 * 9, batch_size=8, unit_size=1, world=World.simulated(8))
     ordering.attach(model, source=source, fitted=False)
-    ready = 4 if name == "tied" else 2  # pairs have been recorded by then
+    ready = 4 if source == "ghost" else 2  # pairs have been recorded by then
     for step in range(9):
         torch.cuda.set_sync_debug_mode("error" if step > ready else "default")
         try:

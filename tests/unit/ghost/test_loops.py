@@ -161,7 +161,7 @@ def test_resume_in_the_middle(steps: int) -> None:
 
 @pytest.mark.parametrize("sources", [("ghost", "per_example"), ("per_example", "ghost")])
 def test_between_epochs_a_state_moves_between_records_and_rows(sources: tuple[str, str]) -> None:
-    """As from a CPU to a GPU, where rows of small models are written down."""
+    """As from one process to ranks, which exchange rows."""
     orders = []
     for later in sources:
         net = model()
