@@ -177,7 +177,7 @@ def check_sums(found: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
 
 
 def written_down(model: nn.Module, batch: int) -> bool:
-    """Whether rows of a batch are few enough to be recorded, on a GPU, where small models spend their time on launches."""
+    """Whether rows of a batch are few enough to be recorded, on a GPU: small models spend their time on launches."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numbers = batch * sum(parameter.numel() for parameter in trainable)
     return numbers <= _FEW_NUMBERS and any(parameter.is_cuda for parameter in trainable)
