@@ -442,9 +442,14 @@ class Ordering:
         return self._sorter.turns_together(rows_ND) // self._turns_per_batch
 
     @property
+    def _pairs_are_steps(self) -> bool:
+        """Whether what is done with the pairs of two steps is always the same."""
+        return self._turns_per_batch == 1 and self._rule_name == "greedy"
+
+    @property
     def _looks_later(self) -> bool:
         """Whether turns had better come with what layers saw, and not with records."""
-        return isinstance(self._sorter, GhostPairs) and self._sorter.looks_later
+        return self._pairs_are_steps and isinstance(self._sorter, GhostPairs) and self._sorter.looks_later
 
     def _keep_seen(self, seen: list[Seen], start: int) -> list[Seen]:
         """Copies of layers of the pass under way, if records will be made of copies."""

@@ -26,7 +26,7 @@ _BLOCK_ON_GPU = 64
 _ROWS_AT_A_TIME = 16, 8, 4  # that are written out: so many if they take no more memory than the records do,
 _MOST_NUMBERS = 1 << 28, 1 << 29  # otherwise so many if they have no more numbers than this
 _SMALL = 1 << 16  # numbers of a parameter whose rows are put in place together with others
-_MOST_BYTES = 1 << 31  # of two turns that are copied to be replayed; larger models keep a GPU busy as it is
+MOST_BYTES = 1 << 31  # of two turns that are copied to be replayed; larger models keep a GPU busy as it is
 
 
 class RunningSum:
@@ -35,35 +35,48 @@ class RunningSum:
     def __init__(self) -> None:
         self.parts: dict[str, Tensor] = {}
         self.flat_D: Tensor | None = None
+        self.small: list[str] = []  # parameters that are last in it, and whose rows are put in place together
 
-    def make_room(self, batch: Batch, shapes: dict[str, torch.Size]) -> None:
-        """For these records, of parameters of these shapes."""
-        new = {name: record.tensors[-1] for name, record in batch.items() if name not in self.parts}
+    def make_room(self, batch: Batch, shapes: dict[str, torch.Size]) -> bool:
+        """For these records, of parameters of these shapes; says whether anything has another place then."""
+        types = {name: record.tensors[-1] for name, record in batch.items()}
+        new = {
+            name: like for name, like in types.items() if name not in self.parts or self.parts[name].dtype != like.dtype
+        }
         if not new:
-            return
-        if self.parts or len({like.dtype for like in new.values()}) > 1:
-            self.flat_D = None
-            self.parts |= {name: like.new_zeros(shapes[name]) for name, like in new.items()}
-            return
-        # Those whose rows are put in place together are together.
-        names = sorted(shapes, key=lambda name: name not in batch or _is_small(batch[name]))
-        self.lay_out({name: shapes[name] for name in names}, next(iter(new.values())))
-
-    def lay_out(self, shapes: dict[str, torch.Size], like: Tensor) -> None:
-        """All at zero, one after the other."""
-        self.flat_D = like.new_zeros(sum(shape.numel() for shape in shapes.values()))
-        parts = self.flat_D.split([shape.numel() for shape in shapes.values()])
-        self.parts = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+            return False
+        before, like = self.parts, next(iter(new.values()))
+        if len({part.dtype for part in (*new.values(), *(before[name] for name in before.keys() - new.keys()))}) > 1:
+            self.flat_D, self.small = None, []
+            self.parts = before | {name: like.new_zeros(shapes[name]) for name, like in new.items()}
+            return True
+        # What is put in place together lies together, at the end; vectors last.
+        small = {name for name, record in batch.items() if _is_small(record)}
+        names = sorted(shapes, key=lambda name: (name in small, name not in batch, len(shapes[name]) == 1))
+        self._lay_out({name: shapes[name] for name in names}, [name for name in names if name in small], like)
+        for name in before.keys() - new.keys():
+            self.parts[name].copy_(before[name])
+        return True
 
     def load(self, parts: dict[str, Tensor]) -> None:
-        self.parts, self.flat_D = {}, None
+        self.parts, self.flat_D, self.small = {}, None, []
         if len({part.dtype for part in parts.values()}) == 1:
-            self.lay_out({name: part.shape for name, part in parts.items()}, next(iter(parts.values())))
+            names = list(parts)
+            while names and parts[names[-1]].ndim == 1 and parts[names[-1]].numel() <= _SMALL:
+                self.small.insert(0, names.pop())
+            self._lay_out({name: p.shape for name, p in parts.items()}, self.small, next(iter(parts.values())))
         for name, part in parts.items():
             if name in self.parts:
                 self.parts[name].copy_(part)
             else:
                 self.parts[name] = part.clone()
+
+    def _lay_out(self, shapes: dict[str, torch.Size], small: list[str], like: Tensor) -> None:
+        """All at zero, one after the other."""
+        self.flat_D = like.new_zeros(sum(shape.numel() for shape in shapes.values()))
+        parts = self.flat_D.split([shape.numel() for shape in shapes.values()])
+        self.parts = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+        self.small = small
 
     def zero_(self) -> None:
         for part in self.parts.values():
@@ -136,21 +149,20 @@ class RowPairs:
         self._num, dim = len(_some(pairs)), len(self._flat_D)
         # Every row begins where it can be read fast.
         self._place_KD = self._flat_D.new_zeros(min(size, self._num), -(-dim // 32) * 32)[:, :dim]
-        widths = [part.numel() for part in running_sum.parts.values()]
-        columns = dict(zip(running_sum.parts, self._place_KD.split(widths, 1), strict=True))
-        small = {name: record for name, record in pairs.items() if _is_small(record)}
-        last = [name for name in columns if name not in pairs or name in small]
-        if list(columns)[len(columns) - len(last) :] != last:
-            small, last = {}, []  # layers gave other records when room was made
-        self._written = [(columns[name], record) for name, record in pairs.items() if name not in small]
+        widths = {name: part.numel() for name, part in running_sum.parts.items()}
+        columns = dict(zip(widths, self._place_KD.split(list(widths.values()), 1), strict=True))
+        self._written = [(columns[name], pairs[name]) for name in pairs if name not in running_sum.small]
+        # Of parameters without a gradient, all columns stay zero.
         self._small_Nd = None
-        if small:
-            parts = [
-                small[name].rows() if name in small else self._flat_D.new_zeros(1, 1).expand(self._num, widths[place])
-                for place, name in enumerate(columns)
-                if name in last
-            ]
-            self._small_Nd = torch.cat(parts, dim=1)
+        if any(widths[name] for name in running_sum.small):
+            none = self._flat_D.new_zeros(1, 1)
+            self._small_Nd = torch.cat(
+                [
+                    pairs[name].rows() if name in pairs else none.expand(self._num, widths[name])
+                    for name in running_sum.small
+                ],
+                dim=1,
+            )
 
     def __len__(self) -> int:
         return -(-self._num // self._size)
@@ -191,7 +203,7 @@ def _rows_at_a_time(pairs: Batch, running_sum: RunningSum) -> int:
     if 4 * by_factors > len(flat_D):
         return 0
     most, fewer, fewest = _ROWS_AT_A_TIME
-    of_a_pass = sum(tensor.numel() for record in pairs.values() for tensor in record.tensors) // 2
+    of_a_pass = sum(t.numel() for r in pairs.values() for t in r.tensors[: 2 if isinstance(r, Pair) else None])
     if most * len(flat_D) <= of_a_pass:
         return most
     if fewer * len(flat_D) <= _MOST_NUMBERS[0]:
@@ -263,7 +275,7 @@ class ReplayedPairs:
 
 def replayable(first: Pass, second: Pass, running_sum: RunningSum) -> bool:
     """Whether turns like these can be recorded, and are better for it."""
-    if not small_enough(first) or first.kind != second.kind:
+    if not (small_enough(first) and small_enough(second)) or first.kind != second.kind:
         return False
     if torch.cuda.is_current_stream_capturing():  # somebody records the whole step
         return False
@@ -275,7 +287,8 @@ def replayable(first: Pass, second: Pass, running_sum: RunningSum) -> bool:
 def small_enough(one: Pass) -> bool:
     """To be copied, with another like it, on a GPU."""
     tensors = one.tensors
-    return all(tensor.is_cuda for tensor in tensors) and 2 * sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES
+    size = max(one.size, sum(tensor.nbytes for tensor in one.tensors_of_parts))
+    return all(tensor.is_cuda for tensor in tensors) and 2 * size <= MOST_BYTES
 
 
 def _some(pairs: Batch) -> Tensor:

@@ -62,19 +62,20 @@ class Home:
     """
 
     def __init__(self) -> None:
-        self.settled = False  # whether copies must stay where they are
-        self._copies: list[Seen] = []
+        self._copies: list[Seen] = []  # which must stay where they are
         self._kinds: list[Hashable] = []
+
+    def settle(self, copies: list[Seen]) -> None:
+        """From now on, copies of passes that are like this one go to where this one is."""
+        self._copies, self._kinds = copies, [one.kind_of_copies for one in copies]
 
     def keep(self, seen: list[Seen], start: int) -> list[Seen]:
         """Copies of these layers, of which the first is number `start` of the pass.
 
-        If everything must stay where it is, what is given back of a layer unlike the one that was there is no copy.
+        Once it is settled, what is given back of a layer unlike the one that was there is no copy.
         """
-        if not self.settled:
-            self._copies[start:] = [one.copied() for one in seen]
-            self._kinds[start:] = [one.kind_of_copies for one in seen]
-            return self._copies[start:]
+        if not self._copies:
+            return [one.copied() for one in seen]
         found, pairs = [], []
         for place, one in enumerate(seen, start):
             if place < len(self._kinds) and one.kind_of_copies == self._kinds[place]:
@@ -95,15 +96,17 @@ class Pass:
         parts: Records.
         seen: Layers that have not been looked at yet.
         num: Of examples.
-        make: Finds the records of so many examples in what was seen.
         trained: Which parameters were.
+        make: Finds the records of so many examples in what was seen, of the parameters that were trained.
+        size: Bytes of what all layers saw, also of those that have been looked at.
     """
 
     parts: Parts
     seen: list[Seen] = field(default_factory=list)
     num: int = 0
-    make: Callable[[list[Seen], int], Parts] | None = None
     trained: tuple[bool, ...] = ()
+    make: Callable[[list[Seen], int, tuple[bool, ...]], Parts] | None = None
+    size: int = 0
 
     @classmethod
     def of(cls, records: Batch) -> Pass:
@@ -114,7 +117,7 @@ class Pass:
         parts = {name: list(uses) for name, uses in self.parts.items()}
         if self.seen:
             assert self.make is not None
-            for name, uses in self.make(self.seen, self.num).items():
+            for name, uses in self.make(self.seen, self.num, self.trained).items():
                 parts.setdefault(name, []).extend(uses)
         return {name: total(uses) for name, uses in parts.items()}
 

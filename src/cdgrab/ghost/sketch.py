@@ -220,7 +220,7 @@ class Sketcher:
     def _sides(self, name: str) -> tuple[int, int]:
         """A parameter as a matrix; one of a single dimension has one output."""
         shape = self._shapes[name]
-        q = shape[0] if len(shape) > 1 else 1
+        q = shape[0] if len(shape) > 1 and shape.numel() else 1
         return q, shape.numel() // q
 
     def _sizes(self, name: str) -> tuple[int, int]:

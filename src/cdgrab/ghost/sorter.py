@@ -1,4 +1,4 @@
-"""PairBalance on records: signs from inner products of factors, and never a row.
+"""PairBalance on records: signs from inner products of factors, or of rows that are there a few at a time.
 
 Examples of two turns make the pairs. A pair's difference is a record with the factors of both; its table comes from the
 parameters one by one, and so does the update of the running sum, which has the shape of the model.
@@ -22,7 +22,16 @@ from cdgrab.balance.tally import Tally
 from cdgrab.decisions import Decisions
 from cdgrab.exchange.base import BoolArray
 from cdgrab.ghost import compiled
-from cdgrab.ghost.pairs import ReplayedPairs, RunningSum, balance, difference, replayable, small_enough, work_of
+from cdgrab.ghost.pairs import (
+    MOST_BYTES,
+    ReplayedPairs,
+    RunningSum,
+    balance,
+    difference,
+    replayable,
+    small_enough,
+    work_of,
+)
 from cdgrab.ghost.passes import Batch, Home, Pass, Seen
 from cdgrab.ghost.records import Lookup, Matrix, Record, Rows, stacked, taken
 from cdgrab.units import IntArray
@@ -47,7 +56,8 @@ class GhostPairs:
         self._recordable = type(rule) is Greedy
         self._replayed: ReplayedPairs | None = None
         self._homes = Home(), Home()  # of the first and the second of a pair
-        self._missed = 0  # steps since the last that were replayed
+        self._copied = 0  # bytes of the pass under way
+        self._missed = 0  # steps that were copied for nothing, since the last that were replayed
         self._small = False  # whether turns are small enough for that
         self.decisions = Decisions()
 
@@ -63,7 +73,14 @@ class GhostPairs:
 
     def keep(self, seen: list[Seen], start: int) -> list[Seen]:
         """Copy what layers saw in the pass under way, where number `start` is the first of these, if it pays."""
-        return self._homes[self._held is not None].keep(seen, start)
+        self._copied = (self._copied if start else 0) + sum(one.x.nbytes + one.grad.nbytes for one in seen)
+        if not self._recordable or 2 * self._copied > MOST_BYTES:
+            return seen
+        try:
+            return self._homes[self._held is not None].keep(seen, start)
+        except torch.OutOfMemoryError as error:
+            self._give_up(error)
+            return seen
 
     def add(self, step: Pass, shapes: dict[str, torch.Size], counts_mW: BoolArray) -> None:
         """Take a step, worker by worker; `counts_mW` says which of its examples are units.
@@ -74,11 +91,11 @@ class GhostPairs:
         alike = turns == 1 and bool(counts_mW.all())
         if alike and self._replayed is not None and self._add_alike(step):
             return
-        self._missed += 1
-        if self._missed > _MOST_MISSED and self.looks_later:  # passes are not alike, and need no copies
+        self._missed += bool(step.seen)
+        batch = step.records()
+        if self._missed > _MOST_MISSED:  # passes are not alike, and need no copies
             self._forget_recording()
             self._recordable = False
-        batch = step.records()
         self._make_room(batch, shapes)
         if alike:
             self._small = small_enough(step)
@@ -105,7 +122,9 @@ class GhostPairs:
         for alone_W in alone:  # a unit without a partner is the last of its worker
             self._alone(alone_W)
         if whole < turns:
-            self._held = step if turns == 1 else Pass.of(self._pick(batch, turn_of[whole]))
+            # Unless it is to be recorded it is held as records: they may be less, and what layers saw might change.
+            to_come = alike and self._replayed is None and self.looks_later
+            self._held = step if to_come else Pass.of(self._pick(batch, turn_of[whole]))
             self._held_W, self._held_alike = counts_mW[whole], turns == 1
 
     def _add_alike(self, step: Pass) -> bool:
@@ -140,8 +159,8 @@ class GhostPairs:
         try:
             replayed.record()
             self._replayed = replayed
-            for home in self._homes:
-                home.settled = True
+            for home, one in zip(self._homes, (first, second), strict=True):
+                home.settle(one.seen)
         except RuntimeError as error:  # too little memory, or something CUDA does not record
             self._give_up(error)
         return decided_4K
@@ -183,7 +202,8 @@ class GhostPairs:
         self.decisions.append_pairs(index % self._num_workers, decided_4K[0])
 
     def _make_room(self, batch: Batch, shapes: dict[str, torch.Size]) -> None:
-        self._sum.make_room(batch, shapes)
+        if self._sum.make_room(batch, shapes):
+            self._forget_recording()
         device = next(iter(batch.values())).tensors[-1].device
         if all(part.device == device for part in self.running_sum.values()):
             return

@@ -90,11 +90,14 @@ def _attach_examples(
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("with fully_shard no rank has whole layers to look at; use source 'batch'")
     watched = model.module if isinstance(model, DistributedDataParallel) else model
+    written = written_down(watched, ordering.batch_size)
     if source == "ghost":
         ordering._check_records()
-        attachment = ExampleAttachment(ordering, watched, ordering._observe_records, mean=reduction == "mean")
-        ordering._balance_records(True)
-        return attachment
+        # What is done with pairs of steps is recorded; where that cannot be, and rows are few, that with rows.
+        if ordering._pairs_are_steps or not written:
+            attachment = ExampleAttachment(ordering, watched, ordering._observe_records, mean=reduction == "mean")
+            ordering._balance_records(True)
+            return attachment
 
     if source == "sketch" and length < 1:
         raise ValueError(f"length is {length}; a sketch has at least one number")
@@ -103,7 +106,7 @@ def _attach_examples(
     if source == "sketch":
         group = ordering._group if ordering._ranks_meet else None
         sketcher = Sketcher(shapes, length, fitted=fitted, seed=ordering.seed, group=group)
-    elif written_down(watched, ordering.batch_size):
+    elif written:
         sketcher = Sketcher(shapes, None, fitted=False)  # whole rows, which are recorded like short ones
 
     held = HeldRows(ordering) if sketcher else None

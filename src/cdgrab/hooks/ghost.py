@@ -34,7 +34,7 @@ from cdgrab.ghost.records import Record, Summed
 from cdgrab.ghost.recurrent import Opened, called_with, opens
 from cdgrab.ghost.sketch import Joined, Sketcher
 from cdgrab.hooks.held import HeldRows
-from cdgrab.hooks.replayed import LEAST_ROOM, Replays, recordable, room_for, trained
+from cdgrab.hooks.replayed import LEAST_ROOM, Replays, own_parameters, recordable, room_for, trained
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
@@ -120,9 +120,13 @@ class ExampleAttachment:
         self._seen: list[Seen] = []  # of the pass under way, to be looked at together
         self._kept: list[Seen] = []  # likewise, and where they stay until then
         self._bytes = 0  # of these
+        self._size = 0  # bytes of what all layers of the pass have seen
         self._room = 0  # bytes, after which they are looked at
         self._putting_off: torch.device | None = None  # whether layers of the pass are, and where they are
-        self._trained: tuple[bool, ...] = ()  # which parameters are, in such a pass
+        # Parameters of layers, which of them are trained in such a pass, and were in one that is made up for.
+        self._keys = [(layer.name, key) for layer in self._layers for key in own_parameters(layer.module)]
+        self._trained: tuple[bool, ...] = ()
+        self._trained_then: set[tuple[str, str]] | None = None
         self._stream = 0  # on which
         self._used_up: list[list[Tensor]] = []  # inputs that the pass will have been the last to need
         self._first_handles: list[tuple[Tensor, Any]] = []  # needed until the first pass has been checked
@@ -218,6 +222,7 @@ class ExampleAttachment:
                 if x._version != version:
                     raise changed_in_place(layer)
                 seen = Seen(layer, x, grad, shape, version, grad._version)
+                self._size += x.nbytes + grad.nbytes
                 if grad.device == self._putting_off and _stream_of(grad) == self._stream:
                     self._put_off(seen)
                 else:
@@ -244,7 +249,7 @@ class ExampleAttachment:
         self._putting_off = grad.device if self._puts_off(grad) else None
         self._stream = _stream_of(grad)
         if self._putting_off is not None:
-            self._trained = trained([layer.module for layer in self._layers])
+            self._trained = trained(layer.module for layer in self._layers)
             self.replays.begin(self._trained)
         self._task = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self._on_end_of_backward)
@@ -298,16 +303,17 @@ class ExampleAttachment:
             self._take(one, self._ordering._examples_due(), parts)
         return self.sketcher.joined(parts)
 
-    def _made_records(self, seen: list[Seen], num: int) -> Parts:
-        """Records of layers that were put off, perhaps in another pass."""
+    def _made_records(self, seen: list[Seen], num: int, trained: tuple[bool, ...]) -> Parts:
+        """Records of layers that were put off, perhaps in another pass, in which other parameters were trained."""
         under_way, self._records = self._records, defaultdict(list)
+        self._trained_then = {key for key, was in zip(self._keys, trained, strict=True) if was}
         try:
             with torch.no_grad():
                 for one in seen:
                     self._take(one, num)
             return self._records
         finally:
-            self._records = under_way
+            self._records, self._trained_then = under_way, None
 
     def _take(self, seen: Seen, num: int, parts: dict[str, Tensor] | None = None) -> None:
         """The records of a known layer; what is short goes to `parts`, or to those of the batch."""
@@ -321,7 +327,7 @@ class ExampleAttachment:
             self._keep(seen.layer, handler(seen.layer.module, inputs, grad.to(wide), num), num, parts)
 
     def _drop(self) -> None:
-        self._seen, self._kept, self._bytes = [], [], 0
+        self._seen, self._kept, self._bytes, self._size = [], [], 0, 0
         if self.sketcher is not None:
             self.sketcher.drop()
 
@@ -330,8 +336,7 @@ class ExampleAttachment:
         # The mean over fewer examples gives each of them more weight.
         share = num / self._ordering.batch_size if self._mean else 1.0
         for key, record in records.items():
-            parameter = getattr(layer.module, key, None) if "." not in key else layer.module.get_parameter(key)
-            if parameter is None or not parameter.requires_grad:
+            if not self._is_trained(layer, key):
                 continue
             if (layer.name, key) not in self._names:
                 raise ValueError(
@@ -346,6 +351,12 @@ class ExampleAttachment:
                 self._sum_up(name, record, num, share)
             if self.sketcher is None or not self.sketcher.take(name, record, self._ordering._epoch, parts):
                 self._records[name].append(record.compact() if isinstance(record, Summed) else record)
+
+    def _is_trained(self, layer: Layer, key: str) -> bool:
+        if self._trained_then is not None:
+            return (layer.name, key) in self._trained_then
+        parameter = getattr(layer.module, key, None) if "." not in key else layer.module.get_parameter(key)
+        return parameter is not None and parameter.requires_grad
 
     def _sum_up(self, name: str, record: Record, num: int, share: float) -> None:
         """What the records of the first pass say that the gradient is."""
@@ -389,7 +400,8 @@ class ExampleAttachment:
             else:
                 self._keep_seen()
                 kept, self._kept = self._kept, []
-                turn = Pass(taken, kept, self._ordering._examples_due(), self._made_records, self._trained)
+                num = self._ordering._examples_due()
+                turn = Pass(taken, kept, num, self._trained, self._made_records, self._size)
             self.consume(turn, self._shapes)
 
     def _differentiate(self, calls: list[_Call]) -> None:
@@ -402,6 +414,7 @@ class ExampleAttachment:
                 check_count(call.layer, call.grads, num)
                 found = differentiated(call.layer.module, call.args, call.kwargs, call.grads, num, self._opened)
                 self._keep(call.layer, found, num)
+                self._size += sum(tensor.nbytes for record in found.values() for tensor in record.tensors)
                 if call.spent:
                     call.args, call.kwargs = (), {}
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +43,13 @@ def room_for(grad: Tensor) -> int:
     return max(LEAST_ROOM, torch.cuda.memory_allocated(grad.device) // 8 if grad.is_cuda else 0)
 
 
-def trained(modules: list[nn.Module]) -> tuple[bool, ...]:
-    """Whether the parameters of these layers are."""
+def own_parameters(module: nn.Module) -> list[str]:
+    """Names of the parameters that are not those of another module inside."""
+    return [key for key, parameter in module._parameters.items() if parameter is not None]
+
+
+def trained(modules: Iterable[nn.Module]) -> tuple[bool, ...]:
+    """Whether they are, module by module."""
     return tuple([p.requires_grad for module in modules for p in module._parameters.values() if p is not None])
 
 

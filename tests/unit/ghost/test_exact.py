@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from _copied import Copied
 from _inputs import randn
 from _models import MODELS, build, one_by_one, recorded
 from cdgrab import Ordering, World, flat_grad
 from cdgrab.balance.rules import Greedy
 from cdgrab.balance.tables import decide
 from cdgrab.ghost import Matrix
-from cdgrab.ghost.pairs import Pairs, ReplayedPairs, RowPairs, RunningSum, balance, difference, table
-from cdgrab.ghost.passes import Pass
+from cdgrab.ghost.pairs import Pairs, RowPairs, RunningSum, balance, difference, table
+from cdgrab.ghost.passes import Batch, Pass
 from cdgrab.ghost.records import Pair, Rows, written_out
 from cdgrab.ghost.sorter import GhostPairs
-from cdgrab.hooks.ghost import ExampleAttachment
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -94,12 +91,53 @@ def test_rows_a_few_at_a_time(name: str, size: int, bad: bool) -> None:
     torch.testing.assert_close(sums[1].flat_D, sums[0].flat_D, rtol=1e-7, atol=1e-9)
 
 
+def test_a_parameter_without_a_gradient_takes_no_room() -> None:
+    """However large it is: its columns stay zero, and it is not among those that are put in place together."""
+    pairs: Batch = {"weight": Matrix(randn(5, 2, 3), randn(5, 2, 4)), "bias": Rows(randn(5, 4))}
+    shapes = {"unused": torch.Size((1000, 1000)), "weight": torch.Size((4, 3)), "bias": torch.Size((4,))}
+    running_sum = RunningSum()
+    running_sum.make_room(pairs, shapes)
+    assert list(running_sum.parts) == ["weight", "unused", "bias"]
+    work = RowPairs(pairs, running_sum, 2)
+    assert work._small_Nd is not None
+    assert work._small_Nd.shape == (5, 4)
+    rows = written_out(pairs, {name: shapes[name] for name in ("weight", "bias")})
+    torch.testing.assert_close(work.table(1)[:, :-1].float(), rows[2:4] @ rows[2:4].T)
+
+
+def test_a_parameter_of_another_type_that_comes_later() -> None:
+    shapes = {"first": torch.Size((3,)), "second": torch.Size((2,)), "third": torch.Size((2,))}
+    running_sum = RunningSum()
+    assert running_sum.make_room({"first": Rows(randn(5, 3))}, shapes)
+    assert not running_sum.make_room({"first": Rows(randn(5, 3)), "third": Rows(randn(5, 2))}, shapes)
+    running_sum.parts["first"].fill_(7)
+    batch: Batch = {"first": Rows(randn(5, 3)), "second": Rows(randn(5, 2, dtype=torch.float64))}
+    assert running_sum.make_room(batch, shapes)
+    assert running_sum.flat_D is None
+    assert [running_sum.parts[name].dtype for name in shapes] == [torch.float32, torch.float64, torch.float32]
+    assert running_sum.parts["first"].tolist() == [7, 7, 7]
+
+
+def test_a_state_without_a_parameter_makes_room_for_it() -> None:
+    """As those of versions that knew only what had had a gradient."""
+    shapes = {"weight": torch.Size((4, 3)), "bias": torch.Size((4,)), "late": torch.Size((2,))}
+    running_sum = RunningSum()
+    running_sum.load({"weight": torch.ones(4, 3), "bias": torch.full((4,), 2.0)})
+    assert running_sum.small == ["bias"]
+    late = {"bias": Rows(randn(5, 4)), "late": Rows(randn(5, 2))}
+    batch: Batch = {"weight": Matrix(randn(5, 2, 3), randn(5, 2, 4)), **late}
+    assert running_sum.make_room(batch, shapes)
+    assert running_sum.flat_D is not None
+    assert running_sum.flat_D.tolist() == 12 * [1] + 4 * [2] + 2 * [0]
+    assert running_sum.small == ["bias", "late"]
+
+
 def test_rows_of_parameters_that_gave_other_records_before() -> None:
     """Which of them are small, and lie last, was settled with the first records."""
     shapes = {"table": torch.Size((2, 3)), "bias": torch.Size((4,)), "none": torch.Size((2,))}
     running_sum = RunningSum()
     running_sum.make_room({"table": Matrix(randn(5, 1, 3), randn(5, 1, 2)), "bias": Rows(randn(5, 4))}, shapes)
-    assert list(running_sum.parts) == ["table", "bias", "none"]
+    assert list(running_sum.parts) == ["table", "none", "bias"]
     rows = {"table": Rows(randn(5, 6, seed=1)), "bias": Rows(randn(5, 4, seed=2))}
     work = RowPairs({"bias": rows["bias"], "table": rows["table"]}, running_sum, 16)
     gram = sum(record.rows_ND @ record.rows_ND.T for record in rows.values())
@@ -175,25 +213,6 @@ def test_pairs_that_cannot_be_recorded_are_balanced_all_the_same(
     assert caplog.messages == ["pairs cannot be recorded as a CUDA graph, and are balanced without: no room"]
 
 
-class Copied(ReplayedPairs):
-    """`ReplayedPairs` without graphs: on copies, and only what fits."""
-
-    made: ClassVar[list[Copied]] = []
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.turns = 0
-        self.made.append(self)
-
-    def record(self) -> None:
-        pass
-
-    def _take(self, coming: Pass, into: Pass) -> bool:
-        taken = super()._take(coming, into)
-        self.turns += taken
-        return taken
-
-
 @pytest.mark.parametrize("saved", range(9))
 @pytest.mark.parametrize(("num", "batch"), [(24, 3), (26, 3), (27, 9)])
 def test_copies_and_states_give_the_same_orders(
@@ -223,6 +242,7 @@ def test_copies_and_states_give_the_same_orders(
         return [order.tolist() for order in ordering.orders]
 
     expected = orders(None)
+    monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda *_: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", Copied)
     Copied.made.clear()
@@ -232,132 +252,10 @@ def test_copies_and_states_give_the_same_orders(
     assert all(copied.turns > 2 for copied in Copied.made)
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied", "lstm", "used twice"])
-@pytest.mark.parametrize("saved", [None, 9, 10])
-def test_layers_that_are_looked_at_later(name: str, saved: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they saw is copied, and records are made of the copies; a state is taken of a turn like that, too."""
-
-    def orders(save_at: int | None) -> list[list[int]]:
-        model, x, y = build(name, 26)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-        def fresh() -> Ordering:
-            made = Ordering(26, batch_size=3, unit_size=1, world=World.simulated(3), seed=3)
-            made.attach(model, source="ghost")
-            return made
-
-        ordering, steps = fresh(), 0
-        while ordering.epoch < 3:
-            index = torch.from_numpy(ordering.remaining()[:3])
-            cross_entropy(model(x[index]), y[index]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
-            if steps == save_at:
-                state = ordering.state_dict()
-                assert ordering._attachment is not None
-                ordering._attachment.detach()
-                ordering = fresh()
-                ordering.load_state_dict(state)
-        return [order.tolist() for order in ordering.orders]
-
-    expected = orders(None)
-    seen: list[int] = []
-    made_records = ExampleAttachment._made_records
-
-    def noted(self: ExampleAttachment, layers: list[Any], num: int) -> Any:
-        seen.append(len(layers))
-        return made_records(self, layers, num)
-
-    monkeypatch.setattr(ExampleAttachment, "_made_records", noted)
-    monkeypatch.setattr("cdgrab.hooks.ghost.recordable", lambda _: True)
-    monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
-    monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda *_: True)
-    monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", Copied)
-    Copied.made.clear()
-    for room in (1, 1 << 20):  # layers are copied one by one, or all together
-        monkeypatch.setattr("cdgrab.hooks.ghost.LEAST_ROOM", room)
-        Copied.made.clear()
-        seen.clear()
-        assert orders(saved) == expected
-        assert max(seen) > 0
-        assert Copied.made
-        assert all(copied.turns > 2 for copied in Copied.made)
-
-
-def test_passes_that_are_never_alike_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cdgrab.hooks.ghost.recordable", lambda _: True)
-    monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
-    monkeypatch.setattr("cdgrab.ghost.sorter._MOST_MISSED", 6)
-    model = nn.Linear(3, 4)
-    ordering = Ordering(200, batch_size=4, unit_size=1, world=World.simulated(4))
-    ordering.attach(model, source="ghost")
-    sorter: Any = ordering._sorter
-    copied = []
-    for positions in range(1, 12):
-        model(randn(4, positions, 3)).square().mean().backward()
-        copied.append(sum(len(home._copies) for home in sorter._homes))
-    assert copied[:4] == [0, 1, 2, 2]
-    assert copied[-3:] == [0, 0, 0]
-    assert not sorter.looks_later
-
-
-def test_what_is_asked_of_a_graph_in_between_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that asks for the gradient of an input comes by some layers, and is not a batch."""
-
-    def orders(asking: bool) -> list[list[int]]:
-        model, x, y = build("mlp", 24)
-        ordering = Ordering(24, batch_size=3, unit_size=1, world=World.simulated(3), seed=3)
-        ordering.attach(model, source="ghost")
-        while ordering.epoch < 2:
-            batch = torch.from_numpy(ordering.remaining()[:3])
-            inputs = x[batch].clone().requires_grad_()
-            loss = cross_entropy(model(inputs), y[batch])
-            if asking:
-                torch.autograd.grad(loss, inputs, retain_graph=True)
-            loss.backward()
-        return [order.tolist() for order in ordering.orders]
-
-    expected = orders(asking=False)
-    monkeypatch.setattr("cdgrab.hooks.ghost.recordable", lambda _: True)
-    monkeypatch.setattr("cdgrab.hooks.ghost.LEAST_ROOM", 1)
-    monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
-    monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda *_: True)
-    monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", Copied)
-    Copied.made.clear()
-    assert orders(asking=True) == expected
-    assert sum(copied.turns for copied in Copied.made) > 8
-
-
-def test_what_changes_before_it_is_looked_at_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-            self.bad = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.first(x)
-            if self.bad:
-                hidden.register_hook(lambda grad: grad.zero_())
-            found: Tensor = self.second(hidden)
-            return found
-
-    monkeypatch.setattr("cdgrab.hooks.ghost.recordable", lambda _: True)
-    monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
-    model = InPlace()
-    ordering = Ordering(40, batch_size=4, unit_size=1, world=World.simulated(4))
-    ordering.attach(model, source="ghost")
-    for _ in range(3):
-        model(randn(4, 3)).square().mean().backward()
-    model.bad = True
-    with pytest.raises(ValueError, match=r"'first' .* was changed in place"):
-        model(randn(4, 3)).square().mean().backward()
-
-
 def test_a_model_that_moves_leaves_its_recording_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = build("mlp", 12)
     records, shapes = recorded(model, x[:3], y[:3])
+    monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda *_: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", Copied)
     sorter = GhostPairs(3, Greedy())
