@@ -24,7 +24,7 @@ from cdgrab.graphs import copy_all, recording
 # and Triton's kernels do not take more.
 _BLOCK_ON_GPU = 64
 _ROWS_AT_A_TIME = 16, 8, 4  # that are written out: so many if they take no more memory than the records do,
-_MOST_NUMBERS = 1 << 28, 1 << 29  # otherwise so many if they have no more numbers than this
+_MOST_NUMBERS = 1 << 28, 1 << 29  # otherwise so many if they have no more numbers than this; on a CPU the fewest
 _SMALL = 1 << 16  # numbers of a parameter whose rows are put in place together with others
 MOST_BYTES = 1 << 31  # of two turns that are copied to be replayed; larger models keep a GPU busy as it is
 
@@ -151,7 +151,8 @@ class RowPairs:
         self._place_KD = self._flat_D.new_zeros(min(size, self._num), -(-dim // 32) * 32)[:, :dim]
         widths = {name: part.numel() for name, part in running_sum.parts.items()}
         columns = dict(zip(widths, self._place_KD.split(list(widths.values()), 1), strict=True))
-        self._written = [(columns[name], pairs[name]) for name in pairs if name not in running_sum.small]
+        sums = dict(zip(widths, self._flat_D.split(list(widths.values())), strict=True))
+        self._written = [(columns[name], sums[name], pairs[name]) for name in pairs if name not in running_sum.small]
         # Of parameters without a gradient, all columns stay zero.
         self._small_Nd = None
         if any(widths[name] for name in running_sum.small):
@@ -169,12 +170,19 @@ class RowPairs:
 
     def table(self, block: int) -> Tensor:
         start, rows_KD = block * self._size, self._rows(block)
-        for columns, record in self._written:
+        found: list[Tensor] = []
+        for columns, r_d, record in self._written:
             here = _between(record, start, start + self._size)
-            write_rows([here.joined() if isinstance(here, Pair) else here], columns[: len(rows_KD)])
+            rows_Kd = columns[: len(rows_KD)]
+            write_rows([here.joined() if isinstance(here, Pair) else here], rows_Kd)
+            if not rows_KD.is_cuda:  # while they are in cache
+                found.append(tables.table(rows_Kd, None, r_d))
         if self._small_Nd is not None:
-            rows_KD[:, -self._small_Nd.shape[1] :] = self._small_Nd[start : start + len(rows_KD)]
-        return tables.table(rows_KD, None, self._flat_D)
+            width = self._small_Nd.shape[1]
+            rows_KD[:, -width:] = self._small_Nd[start : start + len(rows_KD)]
+            if not rows_KD.is_cuda:
+                found.append(tables.table(rows_KD[:, -width:], None, self._flat_D[-width:]))
+        return torch.stack(found).sum(0) if found else tables.table(rows_KD, None, self._flat_D)
 
     def add(self, block: int, weights_K: Tensor) -> None:
         tables.advance(self._flat_D, self._rows(block), None, weights_K)
@@ -192,7 +200,7 @@ def work_of(pairs: Batch, running_sum: RunningSum) -> Work:
 def _rows_at_a_time(pairs: Batch, running_sum: RunningSum) -> int:
     """How many rows are written out at a time; none where factors cost less, or rows are too long."""
     flat_D = running_sum.flat_D
-    if flat_D is None or not flat_D.is_cuda:
+    if flat_D is None:
         return 0
     by_factors = 0
     for name, record in pairs.items():
@@ -203,6 +211,8 @@ def _rows_at_a_time(pairs: Batch, running_sum: RunningSum) -> int:
     if 4 * by_factors > len(flat_D):
         return 0
     most, fewer, fewest = _ROWS_AT_A_TIME
+    if not flat_D.is_cuda:  # more of them are not faster, and what few take may still be in cache
+        return fewest if fewest * len(flat_D) <= _MOST_NUMBERS[0] else 0
     of_a_pass = sum(t.numel() for r in pairs.values() for t in r.tensors[: 2 if isinstance(r, Pair) else None])
     if most * len(flat_D) <= of_a_pass:
         return most

@@ -62,10 +62,10 @@ def _matrix_cost(q: int, p: int, positions: int, batch: int) -> Cost:
         return Cost("rows of this layer", p * q, (2 * positions + batch + 2) * batch * p * q / plain)
     kept = positions * (p + q)
     by_factors = 4 * (batch * positions) ** 2 * (p + q) + 4 * batch * positions * p * q
-    by_rows = (4 * positions + batch + 1) * batch * p * q
+    by_rows = (2 * positions + _FEW_ROWS + 4) * batch * p * q  # formed; with each other and the running sum; added
     if by_factors <= by_rows:
         return Cost("factors", kept, by_factors / plain)
-    return Cost("factors; rows of this layer while a pair is balanced", kept, by_rows / plain)
+    return Cost("factors; rows of a few examples while pairs are balanced", kept, by_rows / plain)
 
 
 def _cost_of_parts(module: nn.Module, positions: int, batch: int) -> Cost:
@@ -267,6 +267,7 @@ def _positions(model: nn.Module, layers: list[Layer], inputs: tuple[Any, ...]) -
 
 
 _FEW_NUMBERS = 1 << 24
+_FEW_ROWS = 4  # that are balanced together, on a CPU
 _CHANNELS_FIRST = (nn.Conv1d, nn.Conv2d, nn.GroupNorm)
 
 
