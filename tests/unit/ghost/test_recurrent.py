@@ -301,7 +301,8 @@ def test_the_plan() -> None:
     _, line, *_ = Ordering(8, batch_size=2, unit_size=1).explain(net, torch.zeros(2, 3, 4)).splitlines()
     # 180 weights; 3 positions of 4 + 20 and 5 + 20 numbers are fewer than 80 and 100
     assert line.split()[:5] == ["0", "LSTM", "220", "3", str(3 * 24 + 3 * 25)]
-    # It runs forward and back, of three passes, perhaps with 20 inputs more; and its weights are like linear layers.
+    # It runs forward and back, of three passes, perhaps with 20 inputs more; its weights are like linear layers, and
+    # rows of four examples are formed, multiplied with each other and the running sum, and added to it.
     again = (4 * 180 + (4 * 20 * 20 if recurrent._NARROW else 0)) / (6 * 180)
-    assert line.split()[5] == f"{again + (4 * 3 + 2 + 1) / (6 * 3):.2f}x"
+    assert line.split()[5] == f"{again + (2 * 3 + 4 + 4) / (6 * 3):.2f}x"
     assert "run once more" in line
