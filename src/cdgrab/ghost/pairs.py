@@ -17,14 +17,24 @@ from torch import Tensor
 from cdgrab.balance import tables
 from cdgrab.balance.rules import Rule
 from cdgrab.ghost.passes import Batch, Pass
-from cdgrab.ghost.records import Lookup, Matrix, Pair, Record, Rows, subtracted, write_rows
+from cdgrab.ghost.records import (
+    FEW_ROWS,
+    MOST_NUMBERS_OF_ROWS,
+    Lookup,
+    Matrix,
+    Pair,
+    Record,
+    Rows,
+    subtracted,
+    write_rows,
+)
 from cdgrab.graphs import copy_all, recording
 
 # In a table of more pairs most inner products are between pairs that are far apart. They cost more than another launch,
 # and Triton's kernels do not take more.
 _BLOCK_ON_GPU = 64
-_ROWS_AT_A_TIME = 16, 8, 4  # that are written out: so many if they take no more memory than the records do,
-_MOST_NUMBERS = 1 << 28, 1 << 29  # otherwise so many if they have no more numbers than this; on a CPU the fewest
+_ROWS_ON_GPU = 16, 8, FEW_ROWS  # that are written out: so many if they take no more memory than the records do,
+_MOST_NUMBERS_ON_GPU = 1 << 28, 1 << 29  # otherwise so many if they have no more numbers than this
 _SMALL = 1 << 16  # numbers of a parameter whose rows are put in place together with others
 MOST_BYTES = 1 << 31  # of two turns that are copied to be replayed; larger models keep a GPU busy as it is
 
@@ -210,15 +220,15 @@ def _rows_at_a_time(pairs: Batch, running_sum: RunningSum) -> int:
             by_factors += running_sum.parts[name].numel()
     if 4 * by_factors > len(flat_D):
         return 0
-    most, fewer, fewest = _ROWS_AT_A_TIME
     if not flat_D.is_cuda:  # more of them are not faster, and what few take may still be in cache
-        return fewest if fewest * len(flat_D) <= _MOST_NUMBERS[0] else 0
+        return FEW_ROWS if FEW_ROWS * len(flat_D) <= MOST_NUMBERS_OF_ROWS else 0
+    most, fewer, fewest = _ROWS_ON_GPU
     of_a_pass = sum(t.numel() for r in pairs.values() for t in r.tensors[: 2 if isinstance(r, Pair) else None])
     if most * len(flat_D) <= of_a_pass:
         return most
-    if fewer * len(flat_D) <= _MOST_NUMBERS[0]:
+    if fewer * len(flat_D) <= _MOST_NUMBERS_ON_GPU[0]:
         return fewer
-    return fewest if fewest * len(flat_D) <= _MOST_NUMBERS[1] else 0
+    return fewest if fewest * len(flat_D) <= _MOST_NUMBERS_ON_GPU[1] else 0
 
 
 def balance(work: Work, rule: Rule) -> Tensor:

@@ -14,6 +14,7 @@ from cdgrab.balance.compiled import available
 from cdgrab.ghost import compiled
 from cdgrab.ghost.attention import attends
 from cdgrab.ghost.layers import MIXES_EXAMPLES, WHOLE, handler_of
+from cdgrab.ghost.records import FEW_ROWS, MOST_NUMBERS_OF_ROWS, prefers_factors
 from cdgrab.ghost.recurrent import is_lengthened, opens
 
 
@@ -41,11 +42,14 @@ class Cost:
     extra: float  # multiplications, over those of its forward and backward pass
 
 
-def cost(layer: Layer, positions: int, batch: int) -> Cost:
-    """With `positions` in time or space, and `batch` examples, of which two steps make the pairs."""
+def cost(layer: Layer, positions: int, batch: int, *, by_rows: bool) -> Cost:
+    """With `positions` in time or space, and `batch` examples, of which two steps make the pairs.
+
+    `by_rows` says how the pairs of the model are balanced (`balances_by_rows`).
+    """
     size = layer.size()
     if opens(layer.module) or attends(layer.module):
-        return _cost_of_parts(layer.module, positions, batch)
+        return _cost_of_parts(layer.module, positions, batch, by_rows)
     if not layer.known:
         return Cost("differentiated once more for every example", layer.numel, 1.0)
     if isinstance(layer.module, nn.Embedding):
@@ -53,27 +57,56 @@ def cost(layer: Layer, positions: int, batch: int) -> Cost:
         return Cost("tokens and output gradients", positions * (q + 1), float("nan"))
     if size is None:
         return Cost("rows of this layer", layer.numel, float("nan"))
-    return _matrix_cost(*size, positions, batch)
+    return _matrix_cost(*size, positions, batch, by_rows)
 
 
-def _matrix_cost(q: int, p: int, positions: int, batch: int) -> Cost:
+def _matrix_cost(q: int, p: int, positions: int, batch: int, by_rows: bool) -> Cost:
     plain = 6 * batch * positions * p * q
-    if p * q <= positions * (p + q):
-        return Cost("rows of this layer", p * q, (2 * positions + batch + 2) * batch * p * q / plain)
+    # Rows are formed, multiplied with each other and with the running sum, and added to it.
+    together = FEW_ROWS if by_rows else batch
+    if _as_rows(q, p, positions):
+        return Cost("rows of this layer", p * q, (2 * positions + together + 2) * batch * p * q / plain)
     kept = positions * (p + q)
-    by_factors = 4 * (batch * positions) ** 2 * (p + q) + 4 * batch * positions * p * q
-    by_rows = (2 * positions + _FEW_ROWS + 4) * batch * p * q  # formed; with each other and the running sum; added
-    if by_factors <= by_rows:
-        return Cost("factors", kept, by_factors / plain)
-    return Cost("factors; rows of a few examples while pairs are balanced", kept, by_rows / plain)
+    if by_rows:
+        how = "factors; rows of a few examples while pairs are balanced"
+        return Cost(how, kept, (2 * positions + together + 2) * batch * p * q / plain)
+    if prefers_factors(batch, 2 * positions, p, q):
+        return Cost("factors", kept, (4 * (batch * positions) ** 2 * (p + q) + 4 * batch * positions * p * q) / plain)
+    how = "factors; rows of this layer while pairs are balanced"
+    return Cost(how, kept, (4 * positions + together + 1) * batch * p * q / plain)
 
 
-def _cost_of_parts(module: nn.Module, positions: int, batch: int) -> Cost:
+def _as_rows(q: int, p: int, positions: int) -> bool:
+    """Whether rows are smaller than factors."""
+    return p * q <= positions * (p + q)
+
+
+def _matrices(layer: Layer) -> list[tuple[int, int]]:
+    """Outputs and inputs of the trained matrices of a layer."""
+    size = layer.size()
+    if opens(layer.module) or attends(layer.module):
+        return [(p.shape[0], p.shape[1]) for p in layer.module.parameters() if p.ndim == 2 and p.requires_grad]
+    return [] if size is None or not layer.known else [size]
+
+
+def balances_by_rows(layers: list[Layer], positions: dict[str, int], batch: int) -> bool:
+    """Whether rows of a few examples are formed while pairs are balanced, as `pairs.work_of` decides."""
+    by_factors = 0
+    for layer in layers:
+        places = positions.get(layer.name, 1)
+        for q, p in _matrices(layer):
+            if not _as_rows(q, p, places) and prefers_factors(batch, 2 * places, p, q):
+                by_factors += p * q
+    total = sum(layer.numel for layer in layers)
+    return 4 * by_factors <= total and FEW_ROWS * total <= MOST_NUMBERS_OF_ROWS
+
+
+def _cost_of_parts(module: nn.Module, positions: int, batch: int, by_rows: bool) -> Cost:
     """Of a module with several matrices, which runs once more for the gradients of their outputs."""
     matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
     sizes = [parameter.shape for parameter in matrices]
     trained = [parameter.shape for parameter in matrices if parameter.requires_grad]
-    parts = [(q * p, _matrix_cost(q, p, positions, batch)) for q, p in trained]
+    parts = [(q * p, _matrix_cost(q, p, positions, batch, by_rows)) for q, p in trained]
     again = sum(4 * q * p for q, p in sizes)  # forward, and back to the inputs
     plain = again + sum(2 * numel for numel, _ in parts)
     if opens(module) and is_lengthened(module, matrices[0]):
@@ -188,8 +221,9 @@ def explain(model: nn.Module, batch: int, inputs: tuple[Any, ...] = ()) -> str:
     layers = find_layers(model)
     positions = _positions(model, layers, inputs) if inputs else {}
     table = [["layer", "type", "parameters", "positions", "kept", "extra", "gradients of single examples"]]
+    by_rows = balances_by_rows(layers, positions, batch)
     for layer in layers:
-        found = cost(layer, positions.get(layer.name, 1), batch)
+        found = cost(layer, positions.get(layer.name, 1), batch, by_rows=by_rows)
         table.append(
             [
                 layer.name or "(the model)",
@@ -230,7 +264,7 @@ def _one_by_one(layers: list[Layer], positions: dict[str, int], batch: int) -> b
         size, places = layer.size(), positions.get(layer.name, 1)
         if not layer.known or isinstance(layer.module, nn.Embedding):
             return False
-        as_rows = size is None or size[0] * size[1] <= places * sum(size)
+        as_rows = size is None or _as_rows(*size, places)
         if not as_rows and places > 1:
             return False
         for parameter in layer.module.parameters():
@@ -267,7 +301,6 @@ def _positions(model: nn.Module, layers: list[Layer], inputs: tuple[Any, ...]) -
 
 
 _FEW_NUMBERS = 1 << 24
-_FEW_ROWS = 4  # that are balanced together, on a CPU
 _CHANNELS_FIRST = (nn.Conv1d, nn.Conv2d, nn.GroupNorm)
 
 

@@ -28,6 +28,8 @@ from cdgrab.balance.tables import table, takes_triton
 
 MOST_NUMBERS = 1 << 24  # of rows that are formed at a time, on their way to inner products
 MOST_NUMBERS_ON_GPU = 1 << 26
+FEW_ROWS = 4  # of the whole model, that are formed at a time, and on a GPU up to 16
+MOST_NUMBERS_OF_ROWS = 1 << 28  # that these have on a CPU
 _LONG_ROW = 1 << 18  # numbers from which on rows are cleared one by one
 _MOST_POSITIONS = 2048  # of a lookup: the kernel compares all of them with each other
 
@@ -210,9 +212,7 @@ class Pair:
     def prefers_factors(self) -> bool:
         """Whether inner products of factors cost less than forming rows and multiplying these."""
         (num, _, p), q = self.first.a_NTp.shape, self.first.b_NTq.shape[2]
-        positions = sum(matrix.a_NTp.shape[1] for matrix in self._both)
-        rows = (2 * positions + num) * p * q  # formed, multiplied; and added, as factors are in both cases
-        return num * positions**2 * (p + q) + 2 * positions * p * q <= rows
+        return prefers_factors(num, sum(matrix.a_NTp.shape[1] for matrix in self._both), p, q)
 
     def products(self, r: Tensor) -> tuple[Tensor, Tensor]:
         (num, _, p), q = self.first.a_NTp.shape, self.first.b_NTq.shape[2]
@@ -349,6 +349,12 @@ class Lookup:
         flat = self.b_NTq.new_zeros(num * num_rows, q)
         flat.index_add_(0, (index_NT + offset_N1).flatten(), self.b_NTq.flatten(0, 1))
         return flat.view(num, num_rows, q)
+
+
+def prefers_factors(num: int, positions: int, p: int, q: int) -> bool:
+    """Whether inner products of factors cost less than forming rows and multiplying these."""
+    rows = (2 * positions + num) * p * q  # formed, multiplied; and added, as factors are in both cases
+    return num * positions**2 * (p + q) + 2 * positions * p * q <= rows
 
 
 def subtracted(first: Record | None, second: Record | None) -> Record:

@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from _inputs import randn
-from _models import Scale, build
+from _models import MODELS, Scale, build, recorded
 from cdgrab import Ordering, World, per_example_grads
+from cdgrab.ghost.pairs import RowPairs, RunningSum, difference, work_of
+from cdgrab.ghost.plan import _positions, balances_by_rows, find_layers
 
 
 def model() -> nn.Module:
@@ -207,6 +209,22 @@ def test_the_plan() -> None:
     # 4 * 2 * 66 * 2 + 4 * 2 * 800 multiplications, over 6 * 2 * 800
     assert linear.split()[:6] == ["2", "Linear", "850", "1", "66", "0.78x"]
     assert "once more for every example" in ordering.explain(Scale())
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("tied", "used twice")])
+@pytest.mark.parametrize("num", [3, 12])
+def test_the_plan_is_what_is_done(name: str, num: int) -> None:
+    """But for weights with several uses, of which it does not know that they have the positions of all of them."""
+    net, x, y = build(name, num)
+    (first, shapes), (second, _) = recorded(net, x, y), recorded(net, x.flip(0), y)
+    running_sum = RunningSum()
+    running_sum.make_room(first, shapes)
+    by_rows = isinstance(work_of(difference(first, second), running_sum), RowPairs)
+    plan = Ordering(num, batch_size=num, unit_size=1).explain(net, x)
+    layers = find_layers(net)
+    assert balances_by_rows(layers, _positions(net, layers, (x,)), num) == by_rows
+    assert not by_rows or "rows of this layer while pairs" not in plan
+    assert by_rows or "rows of a few examples" not in plan
 
 
 class Loose(nn.Module):

@@ -304,5 +304,5 @@ def test_the_plan() -> None:
     # It runs forward and back, of three passes, perhaps with 20 inputs more; its weights are like linear layers, and
     # rows of four examples are formed, multiplied with each other and the running sum, and added to it.
     again = (4 * 180 + (4 * 20 * 20 if recurrent._NARROW else 0)) / (6 * 180)
-    assert line.split()[5] == f"{again + (2 * 3 + 4 + 4) / (6 * 3):.2f}x"
+    assert line.split()[5] == f"{again + (2 * 3 + 4 + 2) / (6 * 3):.2f}x"
     assert "run once more" in line
