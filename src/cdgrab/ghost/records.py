@@ -207,7 +207,11 @@ class Pair:
         if self.second is None:
             return self.first
         (a, b), (minus_a, minus_b) = self.first.tensors, self.second.tensors
-        return Matrix(torch.cat([a, minus_a], 1), torch.cat([b, -minus_b], 1))
+        if a.shape[2] < b.shape[2]:  # the narrower side has the sign
+            minus_a = -minus_a
+        else:
+            minus_b = -minus_b
+        return Matrix(torch.cat([a, minus_a], 1), torch.cat([b, minus_b], 1))
 
     def prefers_factors(self) -> bool:
         """Whether inner products of factors cost less than forming rows and multiplying these."""
