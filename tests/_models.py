@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from _inputs import randn
-from cdgrab import Ordering, flat_grad
+from cdgrab import Ordering, World, flat_grad
 from cdgrab.ghost import Record
 from cdgrab.ghost.pairs import RunningSum
 from cdgrab.hooks.ghost import ExampleAttachment
@@ -182,3 +182,14 @@ def summed(parts: dict[str, Tensor]) -> RunningSum:
     running_sum = RunningSum()
     running_sum.parts = parts
     return running_sum
+
+
+def orders_of_an_mlp() -> list[list[int]]:
+    """After two epochs with source 'ghost'."""
+    model, x, y = build("mlp", 24)
+    ordering = Ordering(24, batch_size=3, unit_size=1, world=World.simulated(3), seed=3)
+    ordering.attach(model, source="ghost")
+    while ordering.epoch < 2:
+        batch = torch.from_numpy(ordering.remaining()[:3])
+        cross_entropy(model(x[batch]), y[batch]).backward()
+    return [order.tolist() for order in ordering.orders]

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from _copied import Copied
 from _inputs import randn
-from _models import MODELS, build, one_by_one, recorded
+from _models import MODELS, build, one_by_one, orders_of_an_mlp, recorded
 from cdgrab import Ordering, World, flat_grad
 from cdgrab.balance.rules import Greedy
 from cdgrab.balance.tables import decide
@@ -197,19 +197,10 @@ def test_pairs_that_cannot_be_recorded_are_balanced_all_the_same(
     def refuse(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    def orders() -> list[list[int]]:
-        model, x, y = build("mlp", 24)
-        ordering = Ordering(24, batch_size=3, unit_size=1, world=World.simulated(3), seed=3)
-        ordering.attach(model, source="ghost")
-        while ordering.epoch < 2:
-            batch = torch.from_numpy(ordering.remaining()[:3])
-            cross_entropy(model(x[batch]), y[batch]).backward()
-        return [order.tolist() for order in ordering.orders]
-
-    expected = orders()
+    expected = orders_of_an_mlp()
     monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda *_: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", refuse)
-    assert orders() == expected
+    assert orders_of_an_mlp() == expected
     assert caplog.messages == ["pairs cannot be recorded as a CUDA graph, and are balanced without: no room"]
 
 

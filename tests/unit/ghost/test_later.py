@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from _copied import Copied
 from _inputs import randn
-from _models import build
+from _models import build, orders_of_an_mlp
 from cdgrab import Ordering, World
 from cdgrab.ghost import passes
 from cdgrab.ghost.pairs import MOST_BYTES
@@ -152,19 +152,10 @@ def test_no_room_for_copies(
     def refuse(_: passes.Seen) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    def orders() -> list[list[int]]:
-        model, x, y = build("mlp", 24)
-        ordering = Ordering(24, batch_size=3, unit_size=1, world=World.simulated(3), seed=3)
-        ordering.attach(model, source="ghost")
-        while ordering.epoch < 2:
-            batch = torch.from_numpy(ordering.remaining()[:3])
-            cross_entropy(model(x[batch]), y[batch]).backward()
-        return [order.tolist() for order in ordering.orders]
-
-    expected = orders()
+    expected = orders_of_an_mlp()
     assert copies
     monkeypatch.setattr(passes.Seen, "copied", refuse)
-    assert orders() == expected
+    assert orders_of_an_mlp() == expected
     assert caplog.messages == ["pairs cannot be recorded as a CUDA graph, and are balanced without: no room"]
 
 
