@@ -232,8 +232,8 @@ class Ordering:
                 any module.
             source: What a unit's gradient is. `"batch"`: what a backward pass leaves, so a unit is a batch, or several
                 that are accumulated (`no_sync`). `"ghost"`: the gradient of every single example (`unit_size=1`),
-                from what the layers of the model have seen, exactly, and never all of them written down; one process,
-                with any number of simulated workers. `"per_example"`: the same, written down as rows, for any
+                from what the layers of the model have seen, exactly, and written down only where that is cheaper; one
+                process, with any number of simulated workers. `"per_example"`: the same, written down as rows, for any
                 number of ranks and any exchange. `"sketch"`: a short row for every example, made from projections;
                 cheap to find and to send, and not exact.
             reduction: For single examples, what the loss does with the batch: `"mean"` or `"sum"`.

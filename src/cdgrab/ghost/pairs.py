@@ -25,6 +25,7 @@ from cdgrab.ghost.records import (
     Pair,
     Record,
     Rows,
+    mostly_rows,
     subtracted,
     write_rows,
 )
@@ -218,7 +219,7 @@ def _rows_at_a_time(pairs: Batch, running_sum: RunningSum) -> int:
         pair = Pair(here, None) if isinstance(here, Matrix) else here
         if isinstance(pair, Pair) and pair.prefers_factors():
             by_factors += running_sum.parts[name].numel()
-    if 4 * by_factors > len(flat_D):
+    if not mostly_rows(by_factors, len(flat_D)):
         return 0
     if not flat_D.is_cuda:  # more of them are not faster, and what few take may still be in cache
         return FEW_ROWS if FEW_ROWS * len(flat_D) <= MOST_NUMBERS_OF_ROWS else 0

@@ -14,7 +14,7 @@ from cdgrab.balance.compiled import available
 from cdgrab.ghost import compiled
 from cdgrab.ghost.attention import attends
 from cdgrab.ghost.layers import MIXES_EXAMPLES, WHOLE, handler_of
-from cdgrab.ghost.records import FEW_ROWS, MOST_NUMBERS_OF_ROWS, prefers_factors
+from cdgrab.ghost.records import FEW_ROWS, MOST_NUMBERS_OF_ROWS, mostly_rows, prefers_factors
 from cdgrab.ghost.recurrent import is_lengthened, opens
 
 
@@ -98,7 +98,7 @@ def balances_by_rows(layers: list[Layer], positions: dict[str, int], batch: int)
             if not _as_rows(q, p, places) and prefers_factors(batch, 2 * places, p, q):
                 by_factors += p * q
     total = sum(layer.numel for layer in layers)
-    return 4 * by_factors <= total and FEW_ROWS * total <= MOST_NUMBERS_OF_ROWS
+    return mostly_rows(by_factors, total) and FEW_ROWS * total <= MOST_NUMBERS_OF_ROWS
 
 
 def _cost_of_parts(module: nn.Module, positions: int, batch: int, by_rows: bool) -> Cost:

@@ -361,6 +361,11 @@ def prefers_factors(num: int, positions: int, p: int, q: int) -> bool:
     return num * positions**2 * (p + q) + 2 * positions * p * q <= rows
 
 
+def mostly_rows(by_factors: int, total: int) -> bool:
+    """Whether a model is balanced by rows, so many of whose weights prefer factors: a few of these may do without."""
+    return 4 * by_factors <= total
+
+
 def subtracted(first: Record | None, second: Record | None) -> Record:
     """Differences, example by example. What is not there got no gradient."""
     if isinstance(first, Matrix) and isinstance(second, Matrix):
