@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,12 +51,15 @@ def at_home(tensor: Tensor) -> Tensor:
     return tensor.clone()  # laid out as it is, if it is dense
 
 
-def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second of each to the first; those of one type that are laid out alike in one launch."""
-    groups: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
-    for there, here in pairs:
-        theres, heres = groups.setdefault((there.dtype, there.stride() == here.stride()), ([], []))
-        theres.append(there)
-        heres.append(here)
-    for theres, heres in groups.values():
-        torch._foreach_copy_(theres, heres)
+class Copies:
+    """Copying to some tensors, from others that are laid out as these are; what can be, in one launch."""
+
+    def __init__(self, theres: list[Tensor], heres: list[Tensor]) -> None:
+        groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+        for place, (there, here) in enumerate(zip(theres, heres, strict=True)):
+            groups.setdefault((there.dtype, there.stride() == here.stride()), []).append(place)
+        self._groups = [([theres[place] for place in places], places) for places in groups.values()]
+
+    def __call__(self, heres: list[Tensor]) -> None:
+        for theres, places in self._groups:
+            torch._foreach_copy_(theres, [heres[place] for place in places])

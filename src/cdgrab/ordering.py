@@ -457,12 +457,9 @@ class Ordering:
 
     def _observe_records(self, turn: Pass, shapes: dict[str, torch.Size]) -> None:
         with self._timed():
-            step = self._progress.next_step(self._examples_due(), self._turns_per_batch)
+            step = self._progress.next_step(None, self._turns_per_batch)  # layers have been counted
             if isinstance(self._sorter, GhostPairs):
-                counts_Lm = step.counts_Lm
-                if counts_Lm is None:
-                    counts_Lm = np.ones((len(self.world.local_workers), step.turns), dtype=bool)
-                self._sorter.add(turn, shapes, counts_Lm.T)
+                self._sorter.add(turn, shapes, step.turns, None if step.counts_Lm is None else step.counts_Lm.T)
             self._progress.record(step)
         self._end_epoch_if_due()
 

@@ -35,7 +35,9 @@ _ENOUGH = 1 << 16
 class Sorter(Protocol):
     """Collects an epoch's rows and arranges the next one."""
 
-    decisions: Decisions
+    @property
+    def decisions(self) -> Decisions:
+        """The signs so far."""
 
     def start_epoch(self, epoch: int, visits: IntArray) -> None:
         """Begin; `visits` says how many units each worker is going to visit."""

@@ -29,7 +29,7 @@ from cdgrab.ghost.records import (
     subtracted,
     write_rows,
 )
-from cdgrab.graphs import copy_all, recording
+from cdgrab.graphs import Copies, recording
 
 # In a table of more pairs most inner products are between pairs that are far apart. They cost more than another launch,
 # and Triton's kernels do not take more.
@@ -276,7 +276,8 @@ class ReplayedPairs:
         if not coming.fits(into):
             return False
         if coming.parts:
-            copy_all(zip(into.tensors_of_parts, coming.tensors_of_parts, strict=True))
+            come = coming.tensors_of_parts
+            Copies(into.tensors_of_parts, come)(come)
         return True
 
     def balance(self) -> Tensor:

@@ -13,12 +13,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cdgrab.ghost.plan import Layer
+from cdgrab.ghost.plan import Layer, changed_in_place, spent
 from cdgrab.ghost.records import Record, total
-from cdgrab.graphs import at_home, copy_all
+from cdgrab.graphs import Copies, at_home
 
 Batch = dict[str, Record]  # by the name of the parameter
 Parts = dict[str, list[Record]]  # of each of its uses
+
+
+class Called:
+    """A layer that was called in a forward pass, with an input that must stay as it is until its gradient comes."""
+
+    __slots__ = ("layer", "shape", "version", "x")
+
+    def __init__(self, layer: Layer, x: Tensor, shape: torch.Size) -> None:
+        self.layer, self.shape = layer, shape
+        self.x: Tensor | None = x
+        self.version = x._version
+
+    def seen(self, grad: Tensor) -> Seen:
+        """With the gradient that came."""
+        x = self.x
+        if x is None:
+            raise spent(self.layer)
+        if x._version != self.version and self.layer.module.weight.requires_grad:  # otherwise nobody needs it
+            raise changed_in_place(self.layer)
+        return Seen(self.layer, x, grad, self.shape)
+
+    def clear(self) -> None:
+        """What it was called with will not be needed again, and must not live as long as the graph does."""
+        self.x = None
 
 
 class Seen(NamedTuple):
@@ -28,31 +52,37 @@ class Seen(NamedTuple):
     x: Tensor
     grad: Tensor
     shape: torch.Size
-    x_version: int
-    grad_version: int
-
-    @classmethod
-    def of(cls, layer: Layer, x: Tensor, grad: Tensor, shape: torch.Size) -> Seen:
-        return cls(layer, x, grad, shape, x._version, grad._version)
 
     def copied(self) -> Seen:
-        return Seen.of(self.layer, at_home(self.x), at_home(self.grad), self.shape)
+        return Seen(self.layer, at_home(self.x), at_home(self.grad), self.shape)
+
+    def owned(self) -> Seen:
+        """With an input that nobody else has: one from outside may be a buffer that is filled again."""
+        return self if self.x.requires_grad else self._replace(x=self.x.clone())
 
     @property
-    def changed(self) -> bool:
-        """In place, since then."""
-        return self.x._version != self.x_version or self.grad._version != self.grad_version
+    def nbytes(self) -> int:
+        return self.x.nbytes + self.grad.nbytes
 
     @property
     def kind(self) -> Hashable:
         """What must be the same for one recording to serve, where it lies or on copies."""
-        return self.kind_of_copies, self.x.stride(), self.grad.stride()
+        layer, x, grad, shape = self
+        return (
+            *(layer.name, shape, x.shape, x.dtype, x.stride(), grad.shape, grad.dtype, grad.stride()),
+            grad.get_device(),
+        )
 
     @property
     def kind_of_copies(self) -> Hashable:
         """What must be the same for one recording to serve, on copies."""
-        x, grad = self.x, self.grad
-        return self.layer.name, x.shape, x.dtype, grad.shape, grad.dtype, grad.device, self.shape
+        layer, x, grad, shape = self
+        return layer.name, shape, x.shape, x.dtype, grad.shape, grad.dtype, grad.get_device()
+
+
+def tensors_of(seen: list[Seen]) -> list[Tensor]:
+    """Inputs and gradients."""
+    return [tensor for one in seen for tensor in (one.x, one.grad)]
 
 
 class Home:
@@ -63,29 +93,38 @@ class Home:
 
     def __init__(self) -> None:
         self._copies: list[Seen] = []  # which must stay where they are
-        self._kinds: list[Hashable] = []
+        # By the first of the layers: what they were like the last time, their copies, and how these are made.
+        self._known: dict[int, tuple[list[Hashable], list[Seen], Copies]] = {}
 
     def settle(self, copies: list[Seen]) -> None:
         """From now on, copies of passes that are like this one go to where this one is."""
-        self._copies, self._kinds = copies, [one.kind_of_copies for one in copies]
+        self._copies = copies
+        self._known.clear()
 
     def keep(self, seen: list[Seen], start: int) -> list[Seen]:
         """Copies of these layers, of which the first is number `start` of the pass.
 
-        Once it is settled, what is given back of a layer unlike the one that was there is no copy.
+        Once it is settled, of a layer unlike the one that was there no more is copied than somebody might change.
         """
         if not self._copies:
             return [one.copied() for one in seen]
-        found, pairs = [], []
-        for place, one in enumerate(seen, start):
-            if place < len(self._kinds) and one.kind_of_copies == self._kinds[place]:
-                there = self._copies[place]
-                pairs += [(there.x, one.x), (there.grad, one.grad)]
-                found.append(there)
-            else:
-                found.append(one)
-        copy_all(pairs)
-        return found
+        kinds = [one.kind for one in seen]
+        known = self._known.get(start)
+        if known is not None and known[0] == kinds:
+            known[2](tensors_of(seen))
+            return known[1]
+        return self._keep_others(seen, kinds, start)
+
+    def _keep_others(self, seen: list[Seen], kinds: list[Hashable], start: int) -> list[Seen]:
+        there = self._copies[start : start + len(seen)]
+        fitting = [one.kind_of_copies == copy.kind_of_copies for one, copy in zip(seen, there, strict=False)]
+        fitting += [False] * (len(seen) - len(there))
+        come = tensors_of([one for one, fits in zip(seen, fitting, strict=True) if fits])
+        copies = Copies(tensors_of([copy for copy, fits in zip(there, fitting, strict=False) if fits]), come)
+        copies(come)
+        if all(fitting):
+            self._known[start] = kinds, there, copies
+        return [there[place] if fits else seen[place].owned() for place, fits in enumerate(fitting)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +137,7 @@ class Pass:
         num: Of examples.
         trained: Which parameters were.
         make: Finds the records of so many examples in what was seen, of the parameters that were trained.
-        size: Bytes of what all layers saw, also of those that have been looked at.
+        looked_at: Bytes of what all others saw.
     """
 
     parts: Parts
@@ -106,7 +145,7 @@ class Pass:
     num: int = 0
     trained: tuple[bool, ...] = ()
     make: Callable[[list[Seen], int, tuple[bool, ...]], Parts] | None = None
-    size: int = 0
+    looked_at: int = 0
 
     @classmethod
     def of(cls, records: Batch) -> Pass:
@@ -122,9 +161,14 @@ class Pass:
         return {name: total(uses) for name, uses in parts.items()}
 
     @property
+    def size(self) -> int:
+        """Bytes of what all layers saw."""
+        return self.looked_at + sum(one.nbytes for one in self.seen)
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All there are."""
-        return [tensor for one in self.seen for tensor in (one.x, one.grad)] + self.tensors_of_parts
+        return tensors_of(self.seen) + self.tensors_of_parts
 
     @property
     def tensors_of_parts(self) -> list[Tensor]:

@@ -37,6 +37,7 @@ from cdgrab.ghost.records import Lookup, Matrix, Record, Rows, stacked, taken
 from cdgrab.units import IntArray
 
 log = logging.getLogger("cdgrab")
+_MANY = 1024  # turns that are counted together
 _MOST_MISSED = 64  # steps in a row that were not like those that have been recorded
 _KINDS: dict[str, type[Any]] = {"Rows": Rows, "Matrix": Matrix, "Lookup": Lookup}
 
@@ -50,7 +51,8 @@ class GhostPairs:
         self._tally = Tally()
         self._sum = RunningSum()
         self._held: Pass | None = None  # the first of each pair, until the second comes
-        self._held_W = np.zeros(num_workers, dtype=bool)  # whose was a unit
+        self._all_W = np.ones(num_workers, dtype=bool)
+        self._held_W = ~self._all_W  # whose was a unit
         self._held_alike = False  # whether it was a step of its own
         self._balanced = False  # whether there have been pairs yet
         self._recordable = type(rule) is Greedy
@@ -59,7 +61,10 @@ class GhostPairs:
         self._copied = 0  # bytes of the pass under way
         self._missed = 0  # steps that were copied for nothing, since the last that were replayed
         self._small = False  # whether turns are small enough for that
-        self.decisions = Decisions()
+        self._decisions = Decisions()
+        self._late: list[
+            Tensor
+        ] = []  # what was decided since, `4 x W` each; counted together, as one by one takes long
 
     @property
     def running_sum(self) -> dict[str, Tensor]:
@@ -67,30 +72,38 @@ class GhostPairs:
         return self._sum.parts
 
     @property
+    def decisions(self) -> Decisions:
+        self._settle()
+        return self._decisions
+
+    @property
     def looks_later(self) -> bool:
         """Whether turns had better come with what layers saw, and not with records."""
         return self._recordable and self._small
 
     def keep(self, seen: list[Seen], start: int) -> list[Seen]:
-        """Copy what layers saw in the pass under way, where number `start` is the first of these, if it pays."""
-        self._copied = (self._copied if start else 0) + sum(one.x.nbytes + one.grad.nbytes for one in seen)
-        if not self._recordable or 2 * self._copied > MOST_BYTES:
-            return seen
-        try:
-            return self._homes[self._held is not None].keep(seen, start)
-        except torch.OutOfMemoryError as error:
-            self._give_up(error)
-            return seen
+        """Copy what layers saw in the pass under way, where number `start` is the first of these, if it pays.
 
-    def add(self, step: Pass, shapes: dict[str, torch.Size], counts_mW: BoolArray) -> None:
-        """Take a step, worker by worker; `counts_mW` says which of its examples are units.
-
-        What it holds is kept until the next step, and must not change meanwhile.
+        Otherwise only inputs from outside, which somebody may change before the pair is complete.
         """
-        turns, workers = counts_mW.shape
-        alike = turns == 1 and bool(counts_mW.all())
+        self._copied = (self._copied if start else 0) + sum(one.nbytes for one in seen)
+        if self._recordable and 2 * self._copied <= MOST_BYTES:
+            try:
+                return self._homes[self._held is not None].keep(seen, start)
+            except torch.OutOfMemoryError as error:
+                self._give_up(error)
+        return [one.owned() for one in seen]
+
+    def add(self, step: Pass, shapes: dict[str, torch.Size], turns: int, counts_mW: BoolArray | None = None) -> None:
+        """Take so many turns, worker by worker; `counts_mW` says which of the examples are units, if not all are.
+
+        What the step holds is kept until the next, and must not change meanwhile.
+        """
+        alike = turns == 1 and counts_mW is None
         if alike and self._replayed is not None and self._add_alike(step):
             return
+        workers = self._num_workers
+        counts_mW = np.ones((turns, workers), dtype=bool) if counts_mW is None else counts_mW
         self._missed += bool(step.seen)
         batch = step.records()
         if self._missed > _MOST_MISSED:  # passes are not alike, and need no copies
@@ -133,9 +146,9 @@ class GhostPairs:
         if self._held is None:
             if replayed is None or not replayed.take_first(step):
                 return False
-            self._held, self._held_W = replayed.first, np.ones(self._num_workers, dtype=bool)
+            self._held, self._held_W = replayed.first, self._all_W
             return True
-        if not self._held_W.all():
+        if self._held_W is not self._all_W and not self._held_W.all():
             return False
         decided_4K: Tensor | None = None
         if replayed is not None:
@@ -145,7 +158,9 @@ class GhostPairs:
         if decided_4K is None:
             return False
         self._held, self._missed = None, 0
-        self._count(decided_4K, np.arange(self._num_workers))
+        self._late.append(decided_4K)
+        if len(self._late) > _MANY:
+            self._settle()
         return True
 
     def _first_replayed(self, first: Pass, second: Pass) -> Tensor | None:
@@ -198,8 +213,14 @@ class GhostPairs:
         self._count(balance(work_of(pairs, self._sum), self._rule), index)
 
     def _count(self, decided_4K: Tensor, index: IntArray) -> None:
+        self._settle()
         self._tally.add_decided(decided_4K)
-        self.decisions.append_pairs(index % self._num_workers, decided_4K[0])
+        self._decisions.append_pairs(index % self._num_workers, decided_4K[0])
+
+    def _settle(self) -> None:
+        late, self._late = self._late, []
+        if late:
+            self._count(torch.cat(late, dim=1), np.arange(len(late) * self._num_workers))
 
     def _make_room(self, batch: Batch, shapes: dict[str, torch.Size]) -> None:
         if self._sum.make_room(batch, shapes):
@@ -220,7 +241,7 @@ class GhostPairs:
 
     def start_epoch(self, epoch: int, visits: IntArray) -> None:
         self._held = None
-        self.decisions = Decisions()
+        self._decisions, self._late = Decisions(), []
         self._tally = Tally()
         self._sum.zero_()
         self._rule.start_epoch(epoch, int((visits // 2).sum()))
@@ -232,6 +253,7 @@ class GhostPairs:
         return self.decisions.arrange(worker, visited_N, unvisited_M)
 
     def tallies(self) -> list[Tally]:
+        self._settle()
         return [self._tally.settled()]
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,7 +272,7 @@ class GhostPairs:
             "held_workers": torch.from_numpy(self._held_W.copy()),
             "running_sum": {name: tensor.clone() for name, tensor in self.running_sum.items()},
             "decisions": self.decisions.state_dict(),
-            "tally": asdict(self._tally.settled()),
+            "tally": asdict(self.tallies()[0]),
             "rule": self._rule.state_dict(),
         }
 
@@ -269,7 +291,8 @@ class GhostPairs:
         self._held_W = state["held_workers"].cpu().numpy().copy()
         self._sum.load(state["running_sum"])
         self._forget_recording()  # it was made with the running sum that has been replaced
-        self.decisions.load_state_dict(state["decisions"])
+        self._late = []
+        self._decisions.load_state_dict(state["decisions"])
         self._tally = Tally(**state["tally"])
         self._rule.load_state_dict(state["rule"])
 

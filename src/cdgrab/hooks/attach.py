@@ -117,7 +117,9 @@ def _attach_examples(
         else:
             ordering._observe(written_out(turn.records(), shapes))
 
-    return ExampleAttachment(ordering, watched, observe_rows, mean=reduction == "mean", sketcher=sketcher, held=held)
+    return ExampleAttachment(
+        ordering, watched, observe_rows, mean=reduction == "mean", keeps=False, sketcher=sketcher, held=held
+    )
 
 
 def _attach_ddp(

@@ -6,7 +6,7 @@ gradients of all examples (`cdgrab.ghost`). What the loop does with the loss doe
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cdgrab.ghost.layers import MIXES_EXAMPLES, Records, differentiated, handler_of
-from cdgrab.ghost.passes import Parts, Pass, Seen
+from cdgrab.ghost.passes import Called, Parts, Pass, Seen
 from cdgrab.ghost.plan import (
     Layer,
     changed_in_place,
@@ -28,7 +29,6 @@ from cdgrab.ghost.plan import (
     check_sums,
     check_whole,
     find_layers,
-    spent,
 )
 from cdgrab.ghost.records import Record, Summed
 from cdgrab.ghost.recurrent import Opened, called_with, opens
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 # Asked in a backward pass. What hooks hold on to would live as long as the graph, which goes on after the pass if
 # somebody keeps the loss, though what it was made for is freed.
 _graph_is_kept: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+_current_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 Consumer = Callable[[Pass, dict[str, torch.Size]], None]
 
@@ -74,6 +75,7 @@ class ExampleAttachment:
         consume: Takes the records of a batch and the shapes of the parameters; may be replaced.
         mean: Whether the loss is the mean over the batch. Then gradients of a short batch are scaled down, so that
             they weigh as much as all others.
+        keeps: Whether `consume` holds on to what it was given.
         sketcher: What `consume` makes rows with, if it does; a part of the state.
         held: Where `consume` leaves rows that are observed later, if it does.
     """
@@ -85,6 +87,7 @@ class ExampleAttachment:
         consume: Consumer,
         *,
         mean: bool,
+        keeps: bool = True,
         sketcher: Sketcher | None = None,
         held: HeldRows | None = None,
     ) -> None:
@@ -93,6 +96,7 @@ class ExampleAttachment:
         self._model = model
         self._ordering = ordering
         self.consume = consume
+        self._keeps = keeps
         self._mean = mean
         self._layers = find_layers(model)
         # A parameter with several names, as with tied weights, goes by the first of them.
@@ -105,11 +109,13 @@ class ExampleAttachment:
             if parameter.requires_grad
         }
         self._shapes = {name: parameter.shape for name, parameter in trainable.items()}
-        self._some = next(iter(trainable.values()))
+        self._trainable = list(trainable.values())
+        self._sink: Node | None = None  # where the last gradient of one of them went
         self._mixing = [(name, m) for name, m in model.named_modules() if isinstance(m, MIXES_EXAMPLES)]
         self._task: int | None = None  # the backward pass that has been queued
+        self._is_batch = False  # whether it leaves gradients in parameters
+        self._graph_stays = True  # for another pass
         self._differentiating = False
-        self._accumulated: list[Tensor] = []  # parameters in which the pass left gradients
         self._forwards = self._forwards_before = 0
         self._expected: dict[str, Tensor] | None = {}  # gradients of the first pass, to hold the records against
         self._found: dict[str, Tensor] = {}  # what the records say they are
@@ -117,26 +123,26 @@ class ExampleAttachment:
         self._calls: list[_Call] = []
         self._opened: dict[nn.Module, Opened] = {}
         self.replays = Replays(self._made)
-        self._seen: list[Seen] = []  # of the pass under way, to be looked at together
-        self._kept: list[Seen] = []  # likewise, and where they stay until then
-        self._bytes = 0  # of these
-        self._size = 0  # bytes of what all layers of the pass have seen
+        # Layers of the pass under way that are to be looked at together, and the versions of their gradients.
+        self._noted: list[tuple[Called, Tensor, int]] = []
+        self._place: tuple[int, int] | None = None  # device and stream of layers that are put off; None: none are
+        self._kept: list[Seen] = []  # that were, and where they stay until they are looked at
+        self._bytes = 0  # of what is noted, if it is counted
         self._room = 0  # bytes, after which they are looked at
-        self._putting_off: torch.device | None = None  # whether layers of the pass are, and where they are
+        self._counted = True  # whether there might be too many
+        self._light: torch.Size | None = None  # of the first gradient of a pass that would not have had to be counted
+        self._looked_at = 0  # bytes of all other layers
         # Parameters of layers, which of them are trained in such a pass, and were in one that is made up for.
         self._keys = [(layer.name, key) for layer in self._layers for key in own_parameters(layer.module)]
         self._trained: tuple[bool, ...] = ()
         self._trained_then: set[tuple[str, str]] | None = None
-        self._stream = 0  # on which
-        self._used_up: list[list[Tensor]] = []  # inputs that the pass will have been the last to need
+        self._used_up: list[Called] = []  # that the pass will have been the last to need
         self._first_handles: list[tuple[Tensor, Any]] = []  # needed until the first pass has been checked
         self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
         for layer in self._layers:
             self._watch(layer)
         for name, parameter in trainable.items():
             self._first_handles.append((parameter, parameter.register_hook(partial(self._on_parameter, name))))
-            # Nothing that Python would have to run: there are many of them.
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated.append))
 
     def settle(self) -> None:
         if self.held is not None:
@@ -188,13 +194,13 @@ class ExampleAttachment:
             call = _Call(layer, args, kwargs, [None] * count, _versions(args, kwargs))
 
             def on_grad(grad: Tensor, place: int) -> None:
-                if torch._C._current_graph_task_id() != self._task:
+                if _current_pass() != self._task:
                     self._begin(grad)
                 if not any(known is call for known in self._calls):  # of another pass, they count no more
                     call.grads = [None] * count
                     self._calls.append(call)
                 call.grads[place] = grad
-                call.spent = not _graph_is_kept()
+                call.spent = not self._graph_stays
 
             for place, leaf in enumerate(outputs):
                 if leaf.requires_grad:
@@ -206,32 +212,22 @@ class ExampleAttachment:
         def after(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:  # noqa: ARG001
             if self._differentiating or not output.requires_grad:
                 return
-            given = args[0] if args else next(iter(kwargs.values()))
-            # What comes from outside may be a buffer that is filled again before the pass, or the pair, is complete.
-            held = [given if given.requires_grad else given.clone()]
-            version, shape = held[0]._version, output.shape
+            called = Called(layer, args[0] if args else next(iter(kwargs.values())), output.shape)
 
             def on_grad(grad: Tensor) -> None:
-                if torch._C._current_graph_task_id() != self._task:
+                # All steps of a small model wait for this: what can be done once, for all layers, is done later.
+                if _current_pass() != self._task:
                     self._begin(grad)
-                if not held:
-                    raise spent(layer)
-                if not _graph_is_kept():
-                    self._used_up.append(held)
-                x = held[0]
-                if x._version != version:
-                    raise changed_in_place(layer)
-                seen = Seen(layer, x, grad, shape, version, grad._version)
-                self._size += x.nbytes + grad.nbytes
-                if grad.device == self._putting_off and _stream_of(grad) == self._stream:
-                    self._put_off(seen)
-                else:
-                    with torch.no_grad():
-                        self._take(seen, self._ordering._examples_due())
+                if self._place is not None and self._place == _place_of(grad):
+                    self._noted.append((called, grad, grad._version))
+                    if self._counted:
+                        self._make_room()
+                elif self._is_batch:
+                    self._take_now(called, grad)
 
             # An operation in place gives a view another history, and the hook would never be called.
             base = output._base if output._is_view() else None
-            (output if base is None or base.numel() != output.numel() else base).register_hook(on_grad)
+            _register(output if base is None or base.numel() != output.numel() else base, on_grad)
 
         return after
 
@@ -241,18 +237,29 @@ class ExampleAttachment:
         self._records.clear()
         self._calls.clear()
         self._drop()
-        self._accumulated.clear()
         self._used_up.clear()
         if self._expected is not None:
             self._expected.clear()
             self._found.clear()
-        self._putting_off = grad.device if self._puts_off(grad) else None
-        self._stream = _stream_of(grad)
-        if self._putting_off is not None:
+        self._task = _current_pass()
+        self._is_batch = self._leaves_gradients()
+        self._graph_stays = _graph_is_kept()
+        self._place = _place_of(grad) if self._is_batch and self._puts_off(grad) else None
+        if self._place is not None:
             self._trained = trained(layer.module for layer in self._layers)
             self.replays.begin(self._trained)
-        self._task = torch._C._current_graph_task_id()
-        Variable._execution_engine.queue_callback(self._on_end_of_backward)
+            # Passes that begin alike are taken to be of one size.
+            self._counted, self._light = self._light != grad.shape, grad.shape
+        if self._is_batch:  # otherwise somebody asks for gradients of something else, with torch.autograd.grad
+            Variable._execution_engine.queue_callback(self._on_end_of_backward)
+
+    def _leaves_gradients(self) -> bool:
+        """Whether the pass under way does, in a parameter; they go where they went before, or else anywhere."""
+        if self._sink is not None and _will_run(self._sink):
+            return True
+        sinks = (get_gradient_edge(parameter).node for parameter in self._trainable if parameter.requires_grad)
+        self._sink = next(filter(_will_run, sinks), None)
+        return self._sink is not None
 
     def _puts_off(self, grad: Tensor) -> bool:
         """Whether layers of a pass are looked at together, to be replayed."""
@@ -266,11 +273,13 @@ class ExampleAttachment:
         self._room = self._room or room_for(grad)
         return True
 
-    def _put_off(self, seen: Seen) -> None:
-        self._seen.append(seen)
-        self._bytes += seen.x.nbytes + seen.grad.nbytes
+    def _make_room(self) -> None:
+        """Look at what has been put off, once it is much."""
+        called, grad, _ = self._noted[-1]
+        self._bytes += called.seen(grad).nbytes
         if self._bytes > self._room:
-            with torch.no_grad(), _full_precision(seen.grad.device):
+            self._light = None
+            with torch.no_grad(), _full_precision(grad.device):
                 if self.sketcher is None:
                     self._keep_seen()
                 else:
@@ -282,18 +291,29 @@ class ExampleAttachment:
 
     def _all_seen(self) -> list[Seen]:
         """What has been put off, and is not any longer."""
-        seen, self._seen, self._bytes = self._seen, [], 0
-        changed = next((one for one in seen if one.changed), None)
-        if changed is not None:
-            raise changed_in_place(changed.layer)
-        return seen
+        noted, self._noted, self._bytes = self._noted, [], 0
+        for called, grad, version in noted:
+            if grad._version != version:
+                raise changed_in_place(called.layer)
+        if not self._graph_stays:
+            self._used_up += [called for called, _, _ in noted]
+        return [called.seen(grad) for called, grad, _ in noted]
 
     def _look(self) -> None:
         """At what has been put off."""
         assert self.sketcher is not None
-        nbytes, seen = self._bytes, self._all_seen()
+        seen = self._all_seen()
         num = self._ordering._examples_due()
-        self.sketcher.add_piece(self.replays(seen, nbytes, num, self.sketcher.version))
+        self.sketcher.add_piece(self.replays(seen, sum(one.nbytes for one in seen), num, self.sketcher.version))
+
+    def _take_now(self, called: Called, grad: Tensor) -> None:
+        """The records of a known layer, before the pass goes on."""
+        seen = called.seen(grad)
+        if not self._graph_stays:
+            self._used_up.append(called)
+        self._looked_at += seen.nbytes
+        with torch.no_grad():
+            self._take(seen.owned() if self._keeps else seen, self._ordering._examples_due())
 
     def _made(self, seen: list[Seen]) -> Joined:
         """What the layers of a pass that were put off add to rows."""
@@ -327,7 +347,7 @@ class ExampleAttachment:
             self._keep(seen.layer, handler(seen.layer.module, inputs, grad.to(wide), num), num, parts)
 
     def _drop(self) -> None:
-        self._seen, self._kept, self._bytes, self._size = [], [], 0, 0
+        self._noted, self._kept, self._bytes, self._looked_at = [], [], 0, 0
         if self.sketcher is not None:
             self.sketcher.drop()
 
@@ -370,21 +390,14 @@ class ExampleAttachment:
         calls, self._calls = self._calls, []
         taken, self._records = self._records, defaultdict(list)
         expected, found = self._expected, self._found
-        used_up, self._used_up = self._used_up, []
-        if not self._accumulated:
-            self._drop()
-            return  # somebody asked for gradients of something else, with torch.autograd.grad
         if self._forwards and self._forwards == self._forwards_before:
             raise ValueError(
                 "there was a second backward pass after one forward pass, and a batch is counted for each; with "
                 "activation checkpointing use use_reentrant=False"
             )
-        self._accumulated.clear()
-        for held in used_up:  # a pass that went on to the parameters has freed what the graph was made for
-            held.clear()
         self._forwards_before = self._forwards
-        with torch.no_grad(), _full_precision(self._some.device):
-            if self._seen and self.sketcher is not None:
+        with torch.no_grad(), _full_precision(self._trainable[0].device):
+            if self._noted and self.sketcher is not None:
                 self._look()
             if calls:
                 self._records = taken
@@ -401,8 +414,15 @@ class ExampleAttachment:
                 self._keep_seen()
                 kept, self._kept = self._kept, []
                 num = self._ordering._examples_due()
-                turn = Pass(taken, kept, num, self._trained, self._made_records, self._size)
+                turn = Pass(taken, kept, num, self._trained, self._made_records, self._looked_at)
+            self._use_up()
             self.consume(turn, self._shapes)
+
+    def _use_up(self) -> None:
+        """What only this pass needed."""
+        used_up, self._used_up = self._used_up, []
+        for called in used_up:
+            called.clear()
 
     def _differentiate(self, calls: list[_Call]) -> None:
         self._differentiating = True  # layers run again, and are not to be watched
@@ -414,7 +434,7 @@ class ExampleAttachment:
                 check_count(call.layer, call.grads, num)
                 found = differentiated(call.layer.module, call.args, call.kwargs, call.grads, num, self._opened)
                 self._keep(call.layer, found, num)
-                self._size += sum(tensor.nbytes for record in found.values() for tensor in record.tensors)
+                self._looked_at += sum(tensor.nbytes for record in found.values() for tensor in record.tensors)
                 if call.spent:
                     call.args, call.kwargs = (), {}
         finally:
@@ -433,9 +453,30 @@ class ExampleAttachment:
         )
 
 
-def _stream_of(tensor: Tensor) -> int:
-    """That work with this tensor goes to now."""
-    return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
+def _register(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """`tensor.register_hook(hook)` without a handle to remove it by, which takes longer to make than all the rest."""
+    if tensor._backward_hooks is None and tensor.grad_fn is not None:
+        tensor._backward_hooks = OrderedDict()
+        tensor.grad_fn._register_hook_dict(tensor)
+    elif tensor._backward_hooks is None:
+        tensor.register_hook(hook)
+        return
+    hooks: dict[Any, Any] = tensor._backward_hooks  # others have numbers
+    hooks[hook] = hook
+
+
+def _will_run(sink: Node) -> bool:
+    """Whether the pass under way will leave a gradient there."""
+    try:
+        return torch._C._will_engine_execute_node(sink)
+    except RuntimeError:  # of a parameter that `torch.autograd.grad` is asked for
+        return False
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int]:
+    """Its device, and the stream that work with it goes to now."""
+    device = tensor.get_device()
+    return device, torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
 
 
 def _full_precision(device: torch.device) -> AbstractContextManager[Any]:

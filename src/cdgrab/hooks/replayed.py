@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cdgrab.ghost.passes import Seen
+from cdgrab.ghost.passes import Seen, tensors_of
 from cdgrab.ghost.sketch import Joined
-from cdgrab.graphs import copy_all, recording
+from cdgrab.graphs import Copies, recording
 
 log = logging.getLogger("cdgrab")
 
@@ -68,7 +68,7 @@ class Replays:
         self._recordings = 0  # that have been made
         self._joined: dict[Hashable, Joined] = {}  # where recordings of a kind leave what they find
         self._trained: tuple[bool, ...] = ()  # which parameters are, in the pass under way
-        self._used: list[Hashable] = []  # kinds, in it
+        self._used: list[Joined] = []  # of these, in it
         self._pool: Any | None = None  # of memory: recordings are replayed one after the other
         self._version = 0
 
@@ -85,7 +85,7 @@ class Replays:
         if version != self._version:
             self._version = version
             self.forget()
-        kind = (num, self._trained, seen[0].grad.device, tuple([one.kind for one in seen]))
+        kind = num, self._trained, tuple([one.kind for one in seen])
         here = (kind, places(seen)) if nbytes > _LITTLE else kind
         recorded = self._recorded.get(here) or self._recorded.get(kind)
         if recorded is None and self.possible:
@@ -93,11 +93,12 @@ class Replays:
                 recorded = self._record(here, kind, seen, 0 if here is not kind else nbytes)
             elif self._known[kind] > _MOST_MOVES:
                 recorded = self._record(kind, kind, seen, nbytes)
-        if recorded is not None and kind not in self._used:
-            self._used.append(kind)
-            self._known[kind] = 0
+        if recorded is not None and all(joined is not recorded.joined for joined in self._used):
+            self._used.append(recorded.joined)
+            if here is not kind:
+                self._known[kind] = 0
             recorded.recording(seen)
-            return self._joined[kind]
+            return recorded.joined
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
         self._known.update({kind, here})
@@ -131,7 +132,7 @@ class Replays:
         self._pool = recording.pool
         if len(self._recorded) >= _MOST_RECORDED:
             self._drop_first(kind)  # now: recording has waited for its last replay
-        kept = self._recorded[key] = _Kept(recording, kind, copied)
+        kept = self._recorded[key] = _Kept(recording, kind, self._joined[kind], copied)
         return kept
 
     def _drop_first(self, coming: Hashable) -> None:
@@ -143,12 +144,13 @@ class Replays:
 
 def places(seen: list[Seen]) -> Hashable:
     """Where in memory everything is."""
-    return tuple([tensor.data_ptr() for one in seen for tensor in (one.x, one.grad)])
+    return tuple([tensor.data_ptr() for tensor in tensors_of(seen)])
 
 
 class _Kept(NamedTuple):
     recording: Recording
     kind: Hashable
+    joined: Joined  # where it leaves what it finds
     copied: int  # bytes
 
 
@@ -161,16 +163,18 @@ class Recording:
     """
 
     def __init__(self, seen: list[Seen], make: Make, into_ND: Tensor, pool: Any | None, *, copied: bool) -> None:
-        self._copies = [one.copied() for one in seen] if copied else []
+        read, self._copies = seen, None
         if copied:
-            make(self._copies)  # it takes other kernels, which are loaded and tuned here
+            read = [one.copied() for one in seen]
+            self._copies = Copies(tensors_of(read), tensors_of(seen))
+            make(read)  # it takes other kernels, which are loaded and tuned here
         self._graph = torch.cuda.CUDAGraph()
         with recording(self._graph, seen[0].grad.device, pool):
-            into_ND.copy_(make(self._copies or seen).rows_ND)
+            into_ND.copy_(make(read).rows_ND)
         self.pool = self._graph.pool()
 
     def __call__(self, seen: list[Seen]) -> None:
-        if self._copies:
-            pairs = zip(self._copies, seen, strict=True)
-            copy_all(both for there, here in pairs for both in ((there.x, here.x), (there.grad, here.grad)))
+        """With layers that saw what is laid out as it was for those that were recorded."""
+        if self._copies is not None:
+            self._copies(tensors_of(seen))
         self._graph.replay()

@@ -252,7 +252,7 @@ def test_a_model_that_moves_leaves_its_recording_behind(monkeypatch: pytest.Monk
     sorter = GhostPairs(3, Greedy())
     sorter.start_epoch(0, np.full(3, 8))
     for _ in range(4):
-        sorter.add(Pass.of(records), shapes, np.ones((1, 3), dtype=bool))
+        sorter.add(Pass.of(records), shapes, 1)
     assert sorter._replayed is not None
     elsewhere = {key: record.like(tuple(t.to("meta") for t in record.tensors)) for key, record in records.items()}
     assert not sorter._replayed.take_first(Pass.of(elsewhere))
@@ -266,6 +266,6 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace() -> None:
     records, shapes = recorded(model, x, y)
     sorter = GhostPairs(4, Greedy())
     sorter.start_epoch(0, np.full(4, 2))
-    sorter.add(Pass.of(records), shapes, np.ones((2, 4), dtype=bool))
+    sorter.add(Pass.of(records), shapes, 2)
     assert sorter.tallies()[0].nonfinite == 1
     assert all(bool(part.isfinite().all()) for part in sorter.running_sum.values())

@@ -31,7 +31,7 @@ class Traced:
 
         def run(*tensors: Tensor) -> Tensor:
             places = zip(seen, tensors[0::2], tensors[1::2], strict=True)
-            return make([Seen.of(one.layer, x, grad, one.shape) for one, x, grad in places]).rows_ND
+            return make([Seen(one.layer, x, grad, one.shape) for one, x, grad in places]).rows_ND
 
         self._trace = make_fx(run)(*_tensors(seen))
         self._into_ND = into_ND
@@ -89,7 +89,7 @@ def test_a_recording_that_fails_leaves_nothing(
     class Failing:
         def __init__(self, seen: list[Seen], make: Make, *_: Any, copied: bool) -> None:  # noqa: ARG002
             last = seen[-1]
-            make([*seen[:-1], Seen.of(last.layer, last.x[:2], last.grad, last.shape)])  # too few for as many gradients
+            make([*seen[:-1], Seen(last.layer, last.x[:2], last.grad, last.shape)])  # too few for as many gradients
 
     monkeypatch.setattr(replayed, "Recording", Failing)
     expected, _ = sketches("mlp", replays=False)
@@ -227,11 +227,11 @@ def test_gradients_asked_for_otherwise_leave_nothing() -> None:
     put_off: list[int] = []
     layer = model[0]  # type: ignore[index]
     layer.register_forward_hook(
-        lambda module, args, output: output.register_hook(lambda grad: put_off.append(len(attachment._seen))) and None
+        lambda module, args, output: output.register_hook(lambda grad: put_off.append(len(attachment._noted))) and None
     )
     torch.autograd.grad(cross_entropy(model(here), y), here)
-    assert put_off == [2]  # there was something
-    assert not attachment._seen
+    assert put_off == [0]  # it came by, and nothing had been kept
+    assert not attachment._noted
     assert not attachment.sketcher.parts
     assert not attachment.sketcher._pieces
     assert ordering.examples_left == 54
