@@ -434,6 +434,11 @@ class Ordering:
         done = self._progress.turns + (0 if held is None else held.steps * self._turns_per_batch)
         return min(self._turns_per_batch, self._units.num_slots - done) * len(self.world.local_workers)
 
+    @property
+    def _batches_left(self) -> int:
+        """Of this epoch, with all that have been handed over and are not observed yet."""
+        return -((self._progress.turns - self._units.num_slots) // self._turns_per_batch)
+
     def _steps_together(self, rows_ND: Tensor) -> int:
         """Of how many steps rows like these had better come together."""
         alone = self.world.one_process or self.world.size == 1

@@ -196,6 +196,8 @@ class ExampleAttachment:
             def on_grad(grad: Tensor, place: int) -> None:
                 if _current_pass() != self._task:
                     self._begin(grad)
+                if not self._is_batch:
+                    return
                 if not any(known is call for known in self._calls):  # of another pass, they count no more
                     call.grads = [None] * count
                     self._calls.append(call)
@@ -234,6 +236,7 @@ class ExampleAttachment:
     def _begin(self, grad: Tensor) -> None:
         """A pass, with the gradient that came first."""
         # If a pass before broke off, what it left is not to be mixed with what comes.
+        broken_off = self._task is not None
         self._records.clear()
         self._calls.clear()
         self._drop()
@@ -248,8 +251,8 @@ class ExampleAttachment:
         if self._place is not None:
             self._trained = trained(layer.module for layer in self._layers)
             self.replays.begin(self._trained)
-            # Passes that begin alike are taken to be of one size.
-            self._counted, self._light = self._light != grad.shape, grad.shape
+            # Passes that begin alike are taken to be of one size, unless the last one never came to its end.
+            self._counted, self._light = broken_off or self._light != grad.shape, grad.shape
         if self._is_batch:  # otherwise somebody asks for gradients of something else, with torch.autograd.grad
             Variable._execution_engine.queue_callback(self._on_end_of_backward)
 
@@ -292,12 +295,14 @@ class ExampleAttachment:
     def _all_seen(self) -> list[Seen]:
         """What has been put off, and is not any longer."""
         noted, self._noted, self._bytes = self._noted, [], 0
+        seen = []
         for called, grad, version in noted:
             if grad._version != version:
                 raise changed_in_place(called.layer)
+            seen.append(called.seen(grad))
         if not self._graph_stays:
             self._used_up += [called for called, _, _ in noted]
-        return [called.seen(grad) for called, grad, _ in noted]
+        return seen
 
     def _look(self) -> None:
         """At what has been put off."""
@@ -455,14 +460,15 @@ class ExampleAttachment:
 
 def _register(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
     """`tensor.register_hook(hook)` without a handle to remove it by, which takes longer to make than all the rest."""
-    if tensor._backward_hooks is None and tensor.grad_fn is not None:
-        tensor._backward_hooks = OrderedDict()
-        tensor.grad_fn._register_hook_dict(tensor)
-    elif tensor._backward_hooks is None:
-        tensor.register_hook(hook)
-        return
-    hooks: dict[Any, Any] = tensor._backward_hooks  # others have numbers
-    hooks[hook] = hook
+    hooks: Any = tensor._backward_hooks
+    if hooks is None:
+        node = tensor.grad_fn
+        if node is None:
+            tensor.register_hook(hook)
+            return
+        hooks = tensor._backward_hooks = OrderedDict()
+        node._register_hook_dict(tensor)
+    hooks[hook] = hook  # those with a handle have numbers
 
 
 def _will_run(sink: Node) -> bool:

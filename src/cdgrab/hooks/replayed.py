@@ -53,6 +53,21 @@ def trained(modules: Iterable[nn.Module]) -> tuple[bool, ...]:
     return tuple([p.requires_grad for module in modules for p in module._parameters.values() if p is not None])
 
 
+class _Kind:
+    """What must be the same for one recording to serve; it is long, so its hash is found once."""
+
+    __slots__ = ("_hash", "parts")
+
+    def __init__(self, parts: Hashable) -> None:
+        self.parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kind) and self.parts == other.parts
+
+
 class Replays:
     """Parts of the rows of passes, replayed where there has been the like.
 
@@ -68,6 +83,8 @@ class Replays:
         self._recordings = 0  # that have been made
         self._joined: dict[Hashable, Joined] = {}  # where recordings of a kind leave what they find
         self._trained: tuple[bool, ...] = ()  # which parameters are, in the pass under way
+        self._last: list[_Kind] = []  # of the pass before, one after the other
+        self._looks = 0  # in the pass under way
         self._used: list[Joined] = []  # of these, in it
         self._pool: Any | None = None  # of memory: recordings are replayed one after the other
         self._version = 0
@@ -75,7 +92,7 @@ class Replays:
     def begin(self, trained: tuple[bool, ...]) -> None:
         """A pass, in which these parameters are trained."""
         self._used.clear()
-        self._trained = trained
+        self._trained, self._looks = trained, 0
 
     def __call__(self, seen: list[Seen], nbytes: int, num: int, version: int) -> Joined:
         """What `num` examples get from the layers of a pass that were `seen`; valid until another pass begins.
@@ -85,8 +102,8 @@ class Replays:
         if version != self._version:
             self._version = version
             self.forget()
-        kind = num, self._trained, tuple([one.kind for one in seen])
-        here = (kind, places(seen)) if nbytes > _LITTLE else kind
+        kind = self._kind_of(seen, num)
+        here: Hashable = (kind, places(seen)) if nbytes > _LITTLE else kind
         recorded = self._recorded.get(here) or self._recorded.get(kind)
         if recorded is None and self.possible:
             if self._known[here]:
@@ -103,6 +120,14 @@ class Replays:
             self._known.clear()
         self._known.update({kind, here})
         return self._make(seen)
+
+    def _kind_of(self, seen: list[Seen], num: int) -> _Kind:
+        """What these layers are like; mostly it is what there was in the pass before."""
+        parts, place = (num, self._trained, tuple([one.kind for one in seen])), self._looks
+        self._looks += 1
+        if place == len(self._last) or self._last[place].parts != parts:
+            self._last[place:] = [_Kind(parts)]
+        return self._last[place]
 
     def forget(self) -> None:
         """What was recorded."""

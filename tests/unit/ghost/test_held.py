@@ -81,6 +81,19 @@ def test_whoever_asks_gets_what_there_is(monkeypatch: pytest.MonkeyPatch) -> Non
     assert came == [1] * 20
 
 
+def test_an_epoch_ends_with_its_last_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when somebody asks."""
+    monkeypatch.setattr(Ordering, "_steps_together", lambda self, rows: 50)
+    model, x, y = build("mlp", 24)
+    ordering = Ordering(24, batch_size=6, unit_size=1, world=World.simulated(3))
+    ordering.attach(model, source="sketch", length=60)
+    epochs = []
+    for batch in torch.arange(24).split(6):
+        cross_entropy(model(x[batch]), y[batch]).backward()
+        epochs.append(ordering._epoch)
+    assert epochs == [0, 0, 0, 1]
+
+
 @pytest.mark.parametrize("at", [7, 8, 14])
 def test_what_is_held_is_part_of_the_state(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = train(1, monkeypatch)

@@ -1,0 +1,272 @@
+"""What hooks make of a backward pass: which ones are batches, and what is kept of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import cross_entropy
+
+from _copied import Copied
+from _inputs import randn
+from cdgrab import Ordering, World
+from cdgrab.graphs import Copies
+from cdgrab.hooks.ghost import _register
+
+SOURCES = ["ghost", "per_example", "sketch"]
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def attached(model: nn.Module, source: str = "ghost", **options: Any) -> Ordering:
+    ordering = Ordering(40, batch_size=4, unit_size=1, world=World.simulated(4), **options)
+    ordering.attach(model, source=source)
+    return ordering
+
+
+def put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers, as on a GPU, and pairs are replayed, but for the graphs."""
+    monkeypatch.setattr("cdgrab.hooks.ghost.recordable", lambda _: True)
+    monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
+    monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda first, second, _: first.kind == second.kind)
+    monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", Copied)
+    Copied.made.clear()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("later", [False, True])
+def test_only_passes_that_leave_gradients_are_batches(
+    source: str, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if later:
+        put_off(monkeypatch)
+    model, x = two_layers(), randn(4, 3).requires_grad_()
+    ordering = attached(model, source)
+    left = 40
+    for _ in range(4):
+        loss = model(x).square().mean()
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        torch.autograd.grad(loss, x, retain_graph=True)
+        torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True)
+        assert ordering.examples_left == left
+        loss.backward()
+        left -= 4
+        assert ordering.examples_left == left
+
+
+def test_a_pass_to_one_parameter_is_a_batch() -> None:
+    model = two_layers()
+    ordering = attached(model, order="rr")
+    for _ in range(2):
+        model(randn(4, 3)).square().mean().backward()
+    for number, parameter in enumerate(model.parameters(), start=3):
+        model(randn(4, 3)).square().mean().backward(inputs=[parameter])
+        assert ordering.examples_left == 40 - 4 * number
+
+
+def test_batches_are_seen_after_parameters_have_moved_or_are_frozen() -> None:
+    """Gradients of a parameter of another type go elsewhere than before, and those of a frozen one nowhere."""
+    model = two_layers()
+    ordering = attached(model, order="rr")
+    model(randn(4, 3)).square().mean().backward()
+    model.double()
+    model(randn(4, 3).double()).square().mean().backward()
+    assert ordering.examples_left == 32
+    model[0].requires_grad_(False)
+    model(randn(4, 3).double()).square().mean().backward()
+    assert ordering.examples_left == 28
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_hooks_of_others(source: str) -> None:
+    """On the same tensors, before and after ours."""
+
+    def order(*, others: bool) -> tuple[list[int], list[str], list[float]]:
+        model, seen = two_layers(), []
+
+        def watch(name: str) -> Any:
+            def after(module: nn.Module, args: Any, output: Tensor) -> None:  # noqa: ARG001
+                handle = output.register_hook(lambda _: seen.append(f"removed {name}"))
+                output.register_hook(lambda _: seen.append(name))
+                handle.remove()
+
+            return after
+
+        if others:
+            model[0].register_forward_hook(watch("before"))
+        ordering = attached(model, source)
+        if others:
+            model[0].register_forward_hook(watch("after"))
+        for step in range(10):
+            model(randn(4, 3, seed=step)).square().mean().backward()
+        grads = [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
+        return ordering.order.tolist(), seen, grads
+
+    found, seen, grads = order(others=True)
+    assert (found, [], grads) == order(others=False)
+    assert seen == ["before", "after"] * 10
+
+
+def test_hooks_on_a_tensor_without_a_history() -> None:
+    seen: list[Tensor] = []
+    leaf = torch.ones(3, requires_grad=True)
+    _register(leaf, seen.append)
+    (2 * leaf).sum().backward()
+    assert seen[0].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_an_input_that_nobody_needs_may_change_before_the_pass(source: str) -> None:
+    """Where only biases are trained, PyTorch does not mind either."""
+
+    def order(*, changed: bool) -> list[int]:
+        model = two_layers()
+        for layer in (model[0], model[2]):
+            layer.weight.requires_grad_(False)
+        ordering = attached(model, source)
+        for step in range(10):
+            x = randn(4, 3, seed=step)
+            loss = model(x).square().mean()
+            if changed:
+                x.zero_()
+            loss.backward()
+        return ordering.order.tolist()
+
+    assert order(changed=True) == order(changed=False)
+
+
+def test_an_input_that_is_needed_may_not() -> None:
+    model = nn.Embedding(5, 3)
+    attached(model)
+    index = torch.tensor([0, 1, 2, 3])
+    loss = model(index).square().mean()
+    index.zero_()
+    with pytest.raises(ValueError, match=r"\(Embedding\) took or gave was changed in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("how", ["at once", "later", "too large"])
+@pytest.mark.parametrize("lengths", [(2, 2, 2, 2, 2), (2, 2, 2, 3, 2)], ids=str)
+def test_buffers_that_are_filled_again_change_nothing(
+    lengths: tuple[int, ...], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a pass is like those that are replayed or not."""
+
+    def sums(*, buffered: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(30, 40)  # whose factors are shorter than its rows
+        ordering = attached(model)
+        sorter: Any = ordering._sorter
+        buffer = torch.empty(4, 3, 30)
+        for step in range(9):
+            length = lengths[step // 2]
+            x = buffer[:, :length] if buffered else torch.empty(4, length, 30)
+            x.copy_(randn(4, length, 30, seed=step))
+            model(x).square().mean().backward()
+            buffer.fill_(torch.nan)
+        return torch.cat([part.flatten() for part in sorter.running_sum.values()])
+
+    Copied.made.clear()
+    if how != "at once":
+        put_off(monkeypatch)
+    if how == "too large":  # to be copied
+        monkeypatch.setattr("cdgrab.ghost.sorter.MOST_BYTES", 0)
+    found = sums(buffered=True)
+    assert found.isfinite().all()
+    assert torch.equal(found, sums(buffered=False))
+    assert any(copied.turns > 2 for copied in Copied.made) == (how == "later")
+
+
+@pytest.mark.parametrize("source", ["ghost", "sketch"])
+def test_a_loss_that_is_kept_keeps_nothing_else(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not what has been put off."""
+    put_off(monkeypatch)
+    monkeypatch.setattr("cdgrab.hooks.replayed.Replays._record", lambda *_: None)  # which takes a GPU
+    model, losses, inputs = two_layers(), [], []
+    ordering = attached(model, source)
+    for step in range(10):
+        x = randn(4, 3, seed=step)
+        inputs.append(StorageWeakRef(x.untyped_storage()))
+        losses.append(model(x).square().mean())
+        losses[-1].backward()
+    del x
+    assert ordering.epoch == 1
+    assert [reference.expired() for reference in inputs] == [True] * 10
+
+
+def test_only_what_might_be_too_much_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes that begin like the last are of its size; one that broke off says nothing."""
+    put_off(monkeypatch)
+    monkeypatch.setattr("cdgrab.hooks.ghost.LEAST_ROOM", 1000)
+    model = two_layers()
+    ordering = attached(model)
+    attachment: Any = ordering._attachment
+
+    def counted(length: int, *, broken: bool = False) -> bool:
+        hidden = model[1](model[0](randn(4, length, 3)))
+        if broken:
+            hidden.register_hook(lambda _: 1 / 0)
+        loss = model[2](hidden).square().mean()
+        if broken:
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+        else:
+            loss.backward()
+        return bool(attachment._counted)
+
+    assert counted(1)  # held against the gradient
+    assert [counted(1) for _ in range(3)] == [True, False, False]
+    assert [counted(2), counted(2), counted(1), counted(1)] == [True, False, True, False]
+    assert counted(1, broken=True) is False
+    assert [counted(1), counted(1)] == [True, False]
+    assert [counted(30) for _ in range(3)] == [True, True, True]  # more than there is room for
+
+
+def test_signs_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> tuple[list[int], dict[str, Any]]:
+        model = two_layers()
+        ordering = Ordering(79, batch_size=4, unit_size=1, world=World.simulated(4))
+        ordering.attach(model, source="ghost")
+        for step in range(20):
+            rows = len(ordering.remaining()[:4])
+            model(randn(rows, 3, seed=step)).square().mean().backward()
+        return ordering.order.tolist(), ordering.metrics()
+
+    expected = found()
+    put_off(monkeypatch)
+    for many in (0, 2, 1000):
+        monkeypatch.setattr("cdgrab.ghost.sorter._MANY", many)
+        order, metrics = found()
+        assert order == expected[0]
+        for key in ("rows", "flipped", "imbalance", "nonfinite"):
+            assert metrics[key] == pytest.approx(expected[1][key])
+        assert Copied.made[-1].turns > 6
+
+
+def test_copies() -> None:
+    """Of one type or several, laid out alike or not."""
+    come = [randn(3, 4, seed=1), randn(4, 3, seed=2).T, randn(2, seed=3, dtype=torch.float64), torch.arange(5)]
+    theres = [torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(2, dtype=torch.float64), torch.zeros(5).long()]
+    copies = Copies(theres, come)
+    for factor in (1, 3):
+        copies([tensor * factor for tensor in come])
+        for there, here in zip(theres, come, strict=True):
+            assert torch.equal(there, here * factor)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_graph_that_is_used_up(source: str) -> None:
+    model = two_layers()
+    ordering = attached(model, source)
+    for _ in range(3):
+        loss = cross_entropy(model(randn(4, 3)), torch.zeros(4, dtype=torch.int64))
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    assert ordering.examples_left == 28
