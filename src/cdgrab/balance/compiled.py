@@ -68,7 +68,7 @@ def turn_signs(
     decided_4K = np.zeros((4, math.prod(turns) * workers))
     rows, rows_starts_m, rows_worker = _laid_out(rows_mWD)
     minus, minus_starts_m, minus_worker = _laid_out(minus_mWD)
-    kernel = _difference_kernel(dim >= ALL_CORES and _use_threads(torch.get_num_threads()))
+    kernel = _difference_kernel(dim >= ALL_CORES and use_threads(torch.get_num_threads()))
     sizes = (workers, rows_worker, minus_worker)
     kernel(rows, rows_starts_m, minus, minus_starts_m, sizes, scratch_2D, running_sum_D, thresholds_K, decided_4K)
     return decided_4K
@@ -246,7 +246,7 @@ def _table_kernel() -> Callable[..., None]:
     return kernel
 
 
-def _use_threads(count: int) -> bool:
+def use_threads(count: int) -> bool:
     """Let numba use as many threads as PyTorch; whether that is more than one."""
     import numba
 

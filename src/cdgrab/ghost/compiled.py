@@ -21,9 +21,9 @@ from cdgrab.balance.rules import FloatArray
 from cdgrab.ghost.records import Pair, Record, Rows
 
 MOST_NUMBERS = 1 << 17  # of the running sum: half a megabyte, which a core keeps to itself
-# What a table takes is told in multiplications: matrix products do them four times as fast as the loop, on two cores,
-# and the calls for a matrix, or for rows, take as long as so many.
-_FASTER = 4
+# What a table takes is told in multiplications. Matrix products do them two to five times as fast as the loop, on two
+# cores of several machines, so that its own count this many times; calls for a matrix, or for rows, count as so many.
+_FASTER = 2
 _CALLS_OF_MATRIX, _CALLS_OF_ROWS = 4_000_000, 1_500_000
 
 

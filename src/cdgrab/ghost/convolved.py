@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
+from cdgrab.ghost import correlated
 from cdgrab.ghost.outer import outer_sums
 from cdgrab.ghost.records import MOST_NUMBERS_ON_GPU, Matrix, Rows, kept
 
@@ -58,10 +59,20 @@ class Convolved:
         p = self.x.shape[1] * math.prod(self.geometry.kernel)
         if p * q > positions * (p + q):
             return Matrix(patches(self.x, self.geometry).mT, self.grad.flatten(2).mT)
+        geometry = self.geometry
+        if math.prod(geometry.kernel) > 1 and correlated.takes(self.x, self.grad, geometry.stride):
+            return Rows(correlated.rows(self.x, self.grad, geometry.kernel, geometry.dilation, geometry.padding))
         # Some examples at a time: on a CPU their patches are still in cache when they are multiplied, a GPU has room.
         some = max(1, (MOST_NUMBERS_ON_GPU if self.x.is_cuda else _CACHED) // (p * positions))
         parts = zip(self.x.split(some), self.grad.split(some), strict=True)
-        return Rows(torch.cat([(b.flatten(2) @ patches(a, self.geometry).mT).flatten(1) for a, b in parts]))
+        return Rows(torch.cat([(b.flatten(2) @ patches(a, geometry).mT).flatten(1) for a, b in parts]))
+
+    @property
+    def has_short_rows(self) -> bool:
+        """Whether rows take no more numbers than what the layer saw."""
+        return self.grad.shape[1] * self.x.shape[1] * math.prod(self.geometry.kernel) <= (
+            self.x[0].numel() + self.grad[0].numel()
+        )
 
     def rows(self) -> Tensor:
         return self.compact().rows()

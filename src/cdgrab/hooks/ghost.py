@@ -19,6 +19,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cdgrab.ghost.convolved import Convolved
 from cdgrab.ghost.layers import MIXES_EXAMPLES, Records, differentiated, handler_of
 from cdgrab.ghost.passes import Called, Parts, Pass, Seen
 from cdgrab.ghost.plan import (
@@ -30,9 +31,10 @@ from cdgrab.ghost.plan import (
     check_whole,
     find_layers,
 )
-from cdgrab.ghost.records import Record, Summed
+from cdgrab.ghost.records import Record, Rows, Summed
 from cdgrab.ghost.recurrent import Opened, called_with, opens
 from cdgrab.ghost.sketch import Joined, Sketcher
+from cdgrab.hooks.convolution import Given, StandIn, given_in, within_transform
 from cdgrab.hooks.held import HeldRows
 from cdgrab.hooks.replayed import LEAST_ROOM, Replays, own_parameters, recordable, room_for, trained
 
@@ -116,7 +118,7 @@ class ExampleAttachment:
         self._is_batch = False  # whether it leaves gradients in parameters
         self._graph_stays = True  # for another pass
         self._differentiating = False
-        self._forwards = self._forwards_before = 0
+        self._forwards = self._backwards = 0  # passes through the whole model, and those that were batches
         self._expected: dict[str, Tensor] | None = {}  # gradients of the first pass, to hold the records against
         self._found: dict[str, Tensor] = {}  # what the records say they are
         self._records: dict[str, list[Record]] = defaultdict(list)
@@ -136,7 +138,7 @@ class ExampleAttachment:
         self._keys = [(layer.name, key) for layer in self._layers for key in own_parameters(layer.module)]
         self._trained: tuple[bool, ...] = ()
         self._trained_then: set[tuple[str, str]] | None = None
-        self._used_up: list[Called] = []  # that the pass will have been the last to need
+        self._used_up: list[Called | Given] = []  # that the pass will have been the last to need
         self._first_handles: list[tuple[Tensor, Any]] = []  # needed until the first pass has been checked
         self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
         for layer in self._layers:
@@ -162,7 +164,7 @@ class ExampleAttachment:
         self._first_handles = []
 
     def _before_forward(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and not self._differentiating:
+        if torch.is_grad_enabled() and not self._differentiating and not within_transform():
             self._forwards += 1
             for name, module in self._mixing:
                 check_mixing(name, module)
@@ -173,12 +175,14 @@ class ExampleAttachment:
 
     def _watch(self, layer: Layer) -> None:
         after = self._after_unknown if handler_of(layer.module) is None else self._after_known
+        if after == self._after_known and StandIn.serves(layer.module):
+            self._handles.append(StandIn(layer.module))
         self._handles.append(layer.module.register_forward_hook(after(layer), with_kwargs=True))
 
     def _after_unknown(self, layer: Layer) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            if self._differentiating or not any(leaf.requires_grad for leaf in outputs):
+            if self._differentiating or within_transform() or not any(leaf.requires_grad for leaf in outputs):
                 return
             check_whole(layer.name, module)
             if opens(module):
@@ -211,10 +215,13 @@ class ExampleAttachment:
         return after
 
     def _after_known(self, layer: Layer) -> Callable[..., None]:
+        convolves = isinstance(layer.module, (nn.Conv1d, nn.Conv2d))
+
         def after(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:  # noqa: ARG001
-            if self._differentiating or not output.requires_grad:
+            if self._differentiating or not output.requires_grad or within_transform():
                 return
             called = Called(layer, args[0] if args else next(iter(kwargs.values())), output.shape)
+            given = given_in(output) if convolves else None
 
             def on_grad(grad: Tensor) -> None:
                 # All steps of a small model wait for this: what can be done once, for all layers, is done later.
@@ -225,7 +232,7 @@ class ExampleAttachment:
                     if self._counted:
                         self._make_room()
                 elif self._is_batch:
-                    self._take_now(called, grad)
+                    self._take_now(called, grad, given)
 
             # An operation in place gives a view another history, and the hook would never be called.
             base = output._base if output._is_view() else None
@@ -311,14 +318,18 @@ class ExampleAttachment:
         num = self._ordering._examples_due()
         self.sketcher.add_piece(self.replays(seen, sum(one.nbytes for one in seen), num, self.sketcher.version))
 
-    def _take_now(self, called: Called, grad: Tensor) -> None:
-        """The records of a known layer, before the pass goes on."""
+    def _take_now(self, called: Called, grad: Tensor, given: Given | None) -> None:
+        """The records of a known layer, before the pass goes on; it is given what they say its own gradients are."""
         seen = called.seen(grad)
         if not self._graph_stays:
             self._used_up.append(called)
         self._looked_at += seen.nbytes
+        sums: dict[str, Tensor] | None = None if given is None else {}
         with torch.no_grad():
-            self._take(seen.owned() if self._keeps else seen, self._ordering._examples_due())
+            self._take(seen.owned() if self._keeps else seen, self._ordering._examples_due(), sums=sums)
+        if given is not None and sums is not None:
+            given.leave(grad, sums)
+            self._used_up.append(given)
 
     def _made(self, seen: list[Seen]) -> Joined:
         """What the layers of a pass that were put off add to rows."""
@@ -340,8 +351,14 @@ class ExampleAttachment:
         finally:
             self._records, self._trained_then = under_way, None
 
-    def _take(self, seen: Seen, num: int, parts: dict[str, Tensor] | None = None) -> None:
-        """The records of a known layer; what is short goes to `parts`, or to those of the batch."""
+    def _take(
+        self,
+        seen: Seen,
+        num: int,
+        parts: dict[str, Tensor] | None = None,
+        sums: dict[str, Tensor] | None = None,
+    ) -> None:
+        """The records of a known layer, as `_keep` does."""
         handler, grad = handler_of(seen.layer.module), seen.grad.reshape(seen.shape)
         assert handler is not None
         check_count(seen.layer, [grad], num)
@@ -349,15 +366,30 @@ class ExampleAttachment:
         inputs = seen.x.detach()
         inputs = inputs.to(wide) if inputs.is_floating_point() else inputs
         with _full_precision(grad.device):
-            self._keep(seen.layer, handler(seen.layer.module, inputs, grad.to(wide), num), num, parts)
+            self._keep(seen.layer, handler(seen.layer.module, inputs, grad.to(wide), num), num, parts, sums)
 
     def _drop(self) -> None:
         self._noted, self._kept, self._bytes, self._looked_at = [], [], 0, 0
         if self.sketcher is not None:
             self.sketcher.drop()
 
-    def _keep(self, layer: Layer, records: Records, num: int, parts: dict[str, Tensor] | None = None) -> None:
-        """For the end of the pass; short, if that is what will be wanted."""
+    def _keep(
+        self,
+        layer: Layer,
+        records: Records,
+        num: int,
+        parts: dict[str, Tensor] | None = None,
+        sums: dict[str, Tensor] | None = None,
+    ) -> None:
+        """For the end of the pass; short, if that is what will be wanted.
+
+        Args:
+            layer: With trained parameters.
+            records: Of all its parameters.
+            num: Of examples.
+            parts: Where to put what is short; by default to that of the batch.
+            sums: If the layer needs them, gradients of its parameters whose rows are written are left here.
+        """
         # The mean over fewer examples gives each of them more weight.
         share = num / self._ordering.batch_size if self._mean else 1.0
         for key, record in records.items():
@@ -369,11 +401,13 @@ class ExampleAttachment:
                     "detach(), and attach the model again"
                 )
             name = self._names[layer.name, key]
-            record = record if share == 1 else record.scaled(share)
-            if self.sketcher is None:
-                record = record.compact()
             if self._expected is not None:
-                self._sum_up(name, record, num, share)
+                self._sum_up(name, record, num)
+            if self.sketcher is None or (sums is not None and isinstance(record, Convolved) and record.has_short_rows):
+                record = record.compact()
+            if sums is not None and isinstance(record, Rows):
+                sums[key] = record.rows_ND.sum(0).view(self._shapes[name])
+            record = record if share == 1 else record.scaled(share)
             if self.sketcher is None or not self.sketcher.take(name, record, self._ordering._epoch, parts):
                 self._records[name].append(record.compact() if isinstance(record, Summed) else record)
 
@@ -383,24 +417,25 @@ class ExampleAttachment:
         parameter = getattr(layer.module, key, None) if "." not in key else layer.module.get_parameter(key)
         return parameter is not None and parameter.requires_grad
 
-    def _sum_up(self, name: str, record: Record, num: int, share: float) -> None:
+    def _sum_up(self, name: str, record: Record, num: int) -> None:
         """What the records of the first pass say that the gradient is."""
         like = record.tensors[-1]
         if name not in self._found:
             self._found[name] = like.new_zeros(self._shapes[name])
-        record.add_to(self._found[name], like.new_full((num,), 1 / share))
+        record.add_to(self._found[name], like.new_ones(num))
 
     def _on_end_of_backward(self) -> None:
         self._task = None
         calls, self._calls = self._calls, []
         taken, self._records = self._records, defaultdict(list)
         expected, found = self._expected, self._found
-        if self._forwards and self._forwards == self._forwards_before:
+        self._backwards += 1
+        if 0 < self._forwards < self._backwards:
+            self._backwards = self._forwards
             raise ValueError(
-                "there was a second backward pass after one forward pass, and a batch is counted for each; with "
-                "activation checkpointing use use_reentrant=False"
+                "there have been more backward passes than forward passes, and a batch is counted for each of them; "
+                "with activation checkpointing use use_reentrant=False"
             )
-        self._forwards_before = self._forwards
         with torch.no_grad(), _full_precision(self._trainable[0].device):
             if self._noted and self.sketcher is not None:
                 self._look()

@@ -270,3 +270,35 @@ def test_a_graph_that_is_used_up(source: str) -> None:
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
     assert ordering.examples_left == 28
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_losses_may_be_found_first_and_differentiated_then(source: str) -> None:
+    def trained(*, interleaved: bool) -> Ordering:
+        model = two_layers()
+        ordering = attached(model, source)
+        for step in range(0, 10, 2):
+            x, y = randn(4, 3, seed=step), randn(4, 3, seed=step + 1)
+            loss = model(x).square().mean()
+            if interleaved:
+                loss.backward()
+            other = model(y).square().mean()
+            if not interleaved:
+                loss.backward()
+            other.backward()
+        return ordering
+
+    ordering = trained(interleaved=False)
+    assert ordering.epoch == 1
+    assert ordering.order.tolist() == trained(interleaved=True).order.tolist()
+
+
+def test_more_backward_than_forward_passes_are_an_error() -> None:
+    model = two_layers()
+    ordering = attached(model)
+    for _ in range(2):
+        loss = model(randn(4, 3)).square().mean()
+        loss.backward(retain_graph=True)
+        with pytest.raises(ValueError, match="more backward passes than forward passes"):
+            loss.backward()
+    assert ordering.examples_left == 32
