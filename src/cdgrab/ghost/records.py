@@ -388,6 +388,15 @@ def total(records: list[Record]) -> Record:
     return records[0].like(tuple(torch.cat(parts, dim=1) for parts in zip(*(r.tensors for r in records), strict=True)))
 
 
+def apart(record: Record, x: Tensor) -> Record:
+    """The same, with nothing that lies where `x` does."""
+    storage = x.untyped_storage().data_ptr()
+    here = [tensor.untyped_storage().data_ptr() == storage for tensor in record.tensors]
+    if not any(here):
+        return record
+    return record.like(tuple(t.clone() if is_here else t for t, is_here in zip(record.tensors, here, strict=True)))
+
+
 def by_example(x: Tensor, num: int) -> Tensor:
     """`N x T x features`. A batch flattened into `N * T` rows, example by example, is taken apart again."""
     return x.reshape(num, -1, x.shape[-1])

@@ -158,9 +158,7 @@ class GhostPairs:
         if decided_4K is None:
             return False
         self._held, self._missed = None, 0
-        self._late.append(decided_4K)
-        if len(self._late) > _MANY:
-            self._settle()
+        self._decide_late(decided_4K)
         return True
 
     def _first_replayed(self, first: Pass, second: Pass) -> Tensor | None:
@@ -205,12 +203,23 @@ class GhostPairs:
             return
         if not active_K.all():
             pairs = {name: taken(record, torch.from_numpy(index)) for name, record in pairs.items()}
-        if type(self._rule) is Greedy and compiled.takes(pairs, self.running_sum):
-            self._balanced = True
-            self._count(torch.from_numpy(compiled.pair_signs(pairs, self.running_sum)), index)
-            return
         self._balanced = True
-        self._count(balance(work_of(pairs, self._sum), self._rule), index)
+        if type(self._rule) is Greedy and compiled.takes(pairs, self.running_sum):
+            decided_4K = torch.from_numpy(compiled.pair_signs(pairs, self.running_sum))
+        else:
+            decided_4K = balance(work_of(pairs, self._sum), self._rule)
+        if len(index) == self._num_workers and active_K.size == len(index):
+            self._decide_late(decided_4K)
+        else:
+            self._count(decided_4K, index)
+
+    def _decide_late(self, decided_4K: Tensor) -> None:
+        """Count the signs of a turn of all workers, together with others."""
+        if self._late and self._late[0].device != decided_4K.device:  # the model has moved
+            self._settle()
+        self._late.append(decided_4K)
+        if len(self._late) > _MANY:
+            self._settle()
 
     def _count(self, decided_4K: Tensor, index: IntArray) -> None:
         self._settle()

@@ -31,7 +31,7 @@ from cdgrab.ghost.plan import (
     check_whole,
     find_layers,
 )
-from cdgrab.ghost.records import Record, Rows, Summed
+from cdgrab.ghost.records import Record, Rows, Summed, apart
 from cdgrab.ghost.recurrent import Opened, called_with, opens
 from cdgrab.ghost.sketch import Joined, Sketcher
 from cdgrab.hooks.convolution import Given, StandIn, given_in, within_transform
@@ -115,6 +115,7 @@ class ExampleAttachment:
         self._sink: Node | None = None  # where the last gradient of one of them went
         self._mixing = [(name, m) for name, m in model.named_modules() if isinstance(m, MIXES_EXAMPLES)]
         self._task: int | None = None  # the backward pass that has been queued
+        self._num = 0  # of its examples
         self._is_batch = False  # whether it leaves gradients in parameters
         self._graph_stays = True  # for another pass
         self._differentiating = False
@@ -253,6 +254,7 @@ class ExampleAttachment:
             self._found.clear()
         self._task = _current_pass()
         self._is_batch = self._leaves_gradients()
+        self._num = self._ordering._examples_due()
         self._graph_stays = _graph_is_kept()
         self._place = _place_of(grad) if self._is_batch and self._puts_off(grad) else None
         if self._place is not None:
@@ -315,8 +317,8 @@ class ExampleAttachment:
         """At what has been put off."""
         assert self.sketcher is not None
         seen = self._all_seen()
-        num = self._ordering._examples_due()
-        self.sketcher.add_piece(self.replays(seen, sum(one.nbytes for one in seen), num, self.sketcher.version))
+        nbytes = sum(one.nbytes for one in seen)
+        self.sketcher.add_piece(self.replays(seen, nbytes, self._num, self.sketcher.version))
 
     def _take_now(self, called: Called, grad: Tensor, given: Given | None) -> None:
         """The records of a known layer, before the pass goes on; it is given what they say its own gradients are."""
@@ -326,7 +328,7 @@ class ExampleAttachment:
         self._looked_at += seen.nbytes
         sums: dict[str, Tensor] | None = None if given is None else {}
         with torch.no_grad():
-            self._take(seen.owned() if self._keeps else seen, self._ordering._examples_due(), sums=sums)
+            self._take(seen, self._num, sums=sums)
         if given is not None and sums is not None:
             given.leave(grad, sums)
             self._used_up.append(given)
@@ -336,7 +338,7 @@ class ExampleAttachment:
         assert self.sketcher is not None
         parts: dict[str, Tensor] = {}
         for one in seen:
-            self._take(one, self._ordering._examples_due(), parts)
+            self._take(one, self._num, parts)
         return self.sketcher.joined(parts)
 
     def _made_records(self, seen: list[Seen], num: int, trained: tuple[bool, ...]) -> Parts:
@@ -366,7 +368,8 @@ class ExampleAttachment:
         inputs = seen.x.detach()
         inputs = inputs.to(wide) if inputs.is_floating_point() else inputs
         with _full_precision(grad.device):
-            self._keep(seen.layer, handler(seen.layer.module, inputs, grad.to(wide), num), num, parts, sums)
+            records = handler(seen.layer.module, inputs, grad.to(wide), num)
+            self._keep(seen.layer, records, num, parts, sums, None if seen.x.requires_grad else inputs)
 
     def _drop(self) -> None:
         self._noted, self._kept, self._bytes, self._looked_at = [], [], 0, 0
@@ -380,6 +383,7 @@ class ExampleAttachment:
         num: int,
         parts: dict[str, Tensor] | None = None,
         sums: dict[str, Tensor] | None = None,
+        x: Tensor | None = None,
     ) -> None:
         """For the end of the pass; short, if that is what will be wanted.
 
@@ -389,6 +393,7 @@ class ExampleAttachment:
             num: Of examples.
             parts: Where to put what is short; by default to that of the batch.
             sums: If the layer needs them, gradients of its parameters whose rows are written are left here.
+            x: An input from outside, which may be a buffer that is filled again.
         """
         # The mean over fewer examples gives each of them more weight.
         share = num / self._ordering.batch_size if self._mean else 1.0
@@ -408,6 +413,8 @@ class ExampleAttachment:
             if sums is not None and isinstance(record, Rows):
                 sums[key] = record.rows_ND.sum(0).view(self._shapes[name])
             record = record if share == 1 else record.scaled(share)
+            if self._keeps and x is not None:
+                record = apart(record, x)
             if self.sketcher is None or not self.sketcher.take(name, record, self._ordering._epoch, parts):
                 self._records[name].append(record.compact() if isinstance(record, Summed) else record)
 
@@ -453,8 +460,7 @@ class ExampleAttachment:
             else:
                 self._keep_seen()
                 kept, self._kept = self._kept, []
-                num = self._ordering._examples_due()
-                turn = Pass(taken, kept, num, self._trained, self._made_records, self._looked_at)
+                turn = Pass(taken, kept, self._num, self._trained, self._made_records, self._looked_at)
             self._use_up()
             self.consume(turn, self._shapes)
 
@@ -470,10 +476,9 @@ class ExampleAttachment:
             for call in calls:
                 if not call.is_unchanged():
                     raise changed_in_place(call.layer)
-                num = self._ordering._examples_due()
-                check_count(call.layer, call.grads, num)
-                found = differentiated(call.layer.module, call.args, call.kwargs, call.grads, num, self._opened)
-                self._keep(call.layer, found, num)
+                check_count(call.layer, call.grads, self._num)
+                found = differentiated(call.layer.module, call.args, call.kwargs, call.grads, self._num, self._opened)
+                self._keep(call.layer, found, self._num)
                 self._looked_at += sum(tensor.nbytes for record in found.values() for tensor in record.tensors)
                 if call.spent:
                     call.args, call.kwargs = (), {}
