@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cdgrab.ghost.convolved import Convolved
@@ -112,7 +112,7 @@ class ExampleAttachment:
         }
         self._shapes = {name: parameter.shape for name, parameter in trainable.items()}
         self._trainable = list(trainable.values())
-        self._sink: Node | None = None  # where the last gradient of one of them went
+        self._sink = self._trainable[0]  # one of them that got a gradient in the last batch
         self._mixing = [(name, m) for name, m in model.named_modules() if isinstance(m, MIXES_EXAMPLES)]
         self._task: int | None = None  # the backward pass that has been queued
         self._num = 0  # of its examples
@@ -266,12 +266,10 @@ class ExampleAttachment:
             Variable._execution_engine.queue_callback(self._on_end_of_backward)
 
     def _leaves_gradients(self) -> bool:
-        """Whether the pass under way does, in a parameter; they go where they went before, or else anywhere."""
-        if self._sink is not None and _will_run(self._sink):
-            return True
-        sinks = (get_gradient_edge(parameter).node for parameter in self._trainable if parameter.requires_grad)
-        self._sink = next(filter(_will_run, sinks), None)
-        return self._sink is not None
+        """Whether the pass under way does, in a parameter: in the one that got one before, or else in any."""
+        found = next((p for p in (self._sink, *self._trainable) if _gets_gradient(p)), None)
+        self._sink = self._sink if found is None else found
+        return found is not None
 
     def _puts_off(self, grad: Tensor) -> bool:
         """Whether layers of a pass are looked at together, to be replayed."""
@@ -328,7 +326,8 @@ class ExampleAttachment:
         self._looked_at += seen.nbytes
         sums: dict[str, Tensor] | None = None if given is None else {}
         with torch.no_grad():
-            self._take(seen, self._num, sums=sums)
+            # An input from outside may be a buffer that is filled again.
+            self._take(seen, self._num, sums=sums, own=self._keeps and not seen.x.requires_grad)
         if given is not None and sums is not None:
             given.leave(grad, sums)
             self._used_up.append(given)
@@ -359,8 +358,9 @@ class ExampleAttachment:
         num: int,
         parts: dict[str, Tensor] | None = None,
         sums: dict[str, Tensor] | None = None,
+        own: bool = False,
     ) -> None:
-        """The records of a known layer, as `_keep` does."""
+        """The records of a known layer, as `_keep` does; with `own`, what is kept of its input are copies."""
         handler, grad = handler_of(seen.layer.module), seen.grad.reshape(seen.shape)
         assert handler is not None
         check_count(seen.layer, [grad], num)
@@ -369,7 +369,7 @@ class ExampleAttachment:
         inputs = inputs.to(wide) if inputs.is_floating_point() else inputs
         with _full_precision(grad.device):
             records = handler(seen.layer.module, inputs, grad.to(wide), num)
-            self._keep(seen.layer, records, num, parts, sums, None if seen.x.requires_grad else inputs)
+            self._keep(seen.layer, records, num, parts, sums, inputs if own else None)
 
     def _drop(self) -> None:
         self._noted, self._kept, self._bytes, self._looked_at = [], [], 0, 0
@@ -393,7 +393,7 @@ class ExampleAttachment:
             num: Of examples.
             parts: Where to put what is short; by default to that of the batch.
             sums: If the layer needs them, gradients of its parameters whose rows are written are left here.
-            x: An input from outside, which may be a buffer that is filled again.
+            x: What is somebody else's, so that it must be copied if it is kept.
         """
         # The mean over fewer examples gives each of them more weight.
         share = num / self._ordering.batch_size if self._mean else 1.0
@@ -413,7 +413,7 @@ class ExampleAttachment:
             if sums is not None and isinstance(record, Rows):
                 sums[key] = record.rows_ND.sum(0).view(self._shapes[name])
             record = record if share == 1 else record.scaled(share)
-            if self._keeps and x is not None:
+            if x is not None:
                 record = apart(record, x)
             if self.sketcher is None or not self.sketcher.take(name, record, self._ordering._epoch, parts):
                 self._records[name].append(record.compact() if isinstance(record, Summed) else record)
@@ -511,10 +511,13 @@ def _register(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
     hooks[hook] = hook  # those with a handle have numbers
 
 
-def _will_run(sink: Node) -> bool:
-    """Whether the pass under way will leave a gradient there."""
+def _gets_gradient(parameter: nn.Parameter) -> bool:
+    """Whether the pass under way will leave one there."""
+    if not parameter.requires_grad:
+        return False
+    # The node must not be kept: it belongs to the stream it was made on, and the next pass might come on another.
     try:
-        return torch._C._will_engine_execute_node(sink)
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:  # of a parameter that `torch.autograd.grad` is asked for
         return False
 

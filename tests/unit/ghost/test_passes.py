@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 
@@ -302,3 +303,40 @@ def test_more_backward_than_forward_passes_are_an_error() -> None:
         with pytest.raises(ValueError, match="more backward passes than forward passes"):
             loss.backward()
     assert ordering.examples_left == 32
+
+
+def test_what_has_been_copied_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where records are made later, of copies, they lie where these do."""
+    put_off(monkeypatch)
+    model = two_layers()
+    ordering = attached(model)
+    turns: list[Any] = []
+    attachment: Any = ordering._attachment
+    consume = attachment.consume
+
+    def watched(turn: Any, shapes: Any) -> None:
+        turns.append(turn)
+        consume(turn, shapes)
+
+    attachment.consume = watched
+    for step in range(4):
+        model(randn(4, 3, seed=step)).square().mean().backward()
+    for one in turns[-1].seen:
+        record: Any = turns[-1].records()[f"{one.layer.name}.weight"]
+        assert record.a_NTp.data_ptr() == one.x.data_ptr()
+        assert record.b_NTq.data_ptr() == one.grad.data_ptr()
+    assert len(turns[-1].seen) == 2
+
+
+def test_nodes_of_a_graph_are_not_kept() -> None:
+    """They belong to a stream, and the next pass may come on another."""
+    model = two_layers()
+    attached(model)
+    for step in range(3):
+        loss = model(randn(4, 3, seed=step)).square().mean()
+        nodes: list[Any] = [get_gradient_edge(parameter).node for parameter in model.parameters()]
+        assert not any("seen" in node.metadata for node in nodes)
+        for node in nodes:
+            node.metadata["seen"] = True
+        loss.backward()
+        del loss, nodes, node
