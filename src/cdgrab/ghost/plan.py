@@ -247,6 +247,11 @@ def explain(model: nn.Module, batch: int, inputs: tuple[Any, ...] = ()) -> str:
         f"kept: numbers per example until the pair is complete. extra: multiplications over those of the layer's own "
         f"step, with {batch} examples in a batch."
     ]
+    if any(_gives_its_gradient(layer, positions.get(layer.name, 1)) for layer in layers):
+        notes.append(
+            "On a CPU the rows of a convolution take the place of its weights' gradient, which is their sum, so that "
+            "forming them costs next to nothing."
+        )
     if _one_by_one(layers, positions, batch):
         notes.append(
             "These layers are small: on a CPU, with the default rule, pairs are balanced one by one, which takes less "
@@ -255,6 +260,17 @@ def explain(model: nn.Module, batch: int, inputs: tuple[Any, ...] = ()) -> str:
     if not inputs:
         notes.append("Without inputs every layer is taken to have one position: give a batch, explain(model, x).")
     return "\n".join([*aligned, *notes])
+
+
+def _gives_its_gradient(layer: Layer, positions: int) -> bool:
+    """Whether rows are written as soon as the layer is reached by the backward pass, which can take their sum then."""
+    size = layer.size()
+    return (
+        layer.known
+        and isinstance(layer.module, (nn.Conv1d, nn.Conv2d))
+        and size is not None
+        and _as_rows(*size, positions)
+    )
 
 
 def _one_by_one(layers: list[Layer], positions: dict[str, int], batch: int) -> bool:

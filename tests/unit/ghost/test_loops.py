@@ -201,13 +201,15 @@ def _raise(_: Tensor) -> None:
 def test_the_plan() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 50), nn.Linear(50, 2).requires_grad_(False))
     ordering = Ordering(4, batch_size=2, unit_size=1)
-    header, conv, linear, *_ = ordering.explain(net, torch.zeros(2, 3, 4, 4)).splitlines()
+    header, conv, linear, *notes = ordering.explain(net, torch.zeros(2, 3, 4, 4)).splitlines()
     assert header.split()[:6] == ["layer", "type", "parameters", "positions", "kept", "extra"]
     # 108 weights are fewer than 4 positions of 27 + 4 numbers, and rows are (2 * 4 + 2 + 2) / (6 * 4) of its own step
     assert conv.split()[:5] == ["0", "Conv2d", "112", "4", "108"]
     assert conv.split()[5] == "0.50x"
     # 4 * 2 * 66 * 2 + 4 * 2 * 800 multiplications, over 6 * 2 * 800
     assert linear.split()[:6] == ["2", "Linear", "850", "1", "66", "0.78x"]
+    assert "take the place of its weights' gradient" in notes[1]
+    assert "take the place" not in ordering.explain(nn.Conv2d(8, 8, 3), torch.zeros(2, 8, 3, 3))  # is kept as factors
     assert "once more for every example" in ordering.explain(Scale())
 
 
