@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -68,9 +70,10 @@ def turn_signs(
     decided_4K = np.zeros((4, math.prod(turns) * workers))
     rows, rows_starts_m, rows_worker = _laid_out(rows_mWD)
     minus, minus_starts_m, minus_worker = _laid_out(minus_mWD)
-    kernel = _difference_kernel(dim >= ALL_CORES and use_threads(torch.get_num_threads()))
-    sizes = (workers, rows_worker, minus_worker)
-    kernel(rows, rows_starts_m, minus, minus_starts_m, sizes, scratch_2D, running_sum_D, thresholds_K, decided_4K)
+    parallel = dim >= ALL_CORES and use_threads(torch.get_num_threads())
+    kernel, sizes = _difference_kernel(parallel), (workers, rows_worker, minus_worker)
+    with in_turn(parallel):
+        kernel(rows, rows_starts_m, minus, minus_starts_m, sizes, scratch_2D, running_sum_D, thresholds_K, decided_4K)
     return decided_4K
 
 
@@ -244,6 +247,14 @@ def _table_kernel() -> Callable[..., None]:
                 table[j, k] = table[k, j]
 
     return kernel
+
+
+_PARALLEL = threading.Lock()
+
+
+def in_turn(parallel: bool) -> AbstractContextManager[Any]:
+    """For a kernel that occupies several cores: the simplest of numba's thread pools aborts if two come at once."""
+    return _PARALLEL if parallel else nullcontext()
 
 
 def use_threads(count: int) -> bool:

@@ -3,7 +3,8 @@
 A filter's gradient at one place of its window is the inner product of an output gradient with the input, shifted by
 that place. With its lines as far apart as those of the input, an output gradient is one long vector, and so are all the
 shifted inputs, which overlap: nothing is copied for them. That is as fast as finding the gradient of the whole batch.
-Numba is imported at first use.
+What fills the lines up is zero, and zero times something that is not finite is not: of a row that has such a number,
+more numbers may be than need be. Numba is imported at first use.
 """
 
 from __future__ import annotations
@@ -55,16 +56,17 @@ def rows(
     wide = x.new_zeros(threads, channels * height * width + length - reach)
     b, found = x.new_zeros(threads, even, length), x.new_empty(threads, even, len(shifts_p))
     rows_Nqp = x.new_empty(num, outputs, channels * math.prod(kernel))
-    _kernel(parallel)(
-        x.contiguous().numpy(),
-        grad.contiguous().numpy(),
-        shifts_p,
-        (height, width, padding[0], padding[1]),
-        wide.numpy(),
-        b.numpy(),
-        found.numpy(),
-        rows_Nqp.numpy(),
-    )
+    with compiled.in_turn(parallel):
+        _kernel(parallel)(
+            x.contiguous().numpy(),
+            grad.contiguous().numpy(),
+            shifts_p,
+            (height, width, padding[0], padding[1]),
+            wide.numpy(),
+            b.numpy(),
+            found.numpy(),
+            rows_Nqp.numpy(),
+        )
     return rows_Nqp.flatten(1)
 
 
@@ -93,10 +95,8 @@ def _kernel(parallel: bool) -> Callable[..., None]:
             for example in range(thread, num, threads):
                 for channel in range(x.shape[1]):
                     for line in range(x.shape[2]):
-                        there, here = (
-                            mine[((channel * height + above + line) * width + left) :],
-                            x[example, channel, line],
-                        )
+                        at = (channel * height + above + line) * width + left
+                        there, here = mine[at:], x[example, channel, line]
                         for i in range(x.shape[3]):
                             there[i] = here[i]
                 for output in range(outputs):

@@ -109,7 +109,8 @@ def handler_of(module: nn.Module) -> Handler | None:
         return None
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
         return None
-    return HANDLERS.get(type(module))
+    kind = type(module)
+    return HANDLERS.get(getattr(kind, "stands_for", kind))  # (`hooks.convolution`)
 
 
 def differentiated(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cdgrab.ghost.plan import Layer, changed_in_place, spent
+from cdgrab.ghost.plan import Layer, changed_in_place, counted_twice, spent
 from cdgrab.ghost.records import Record, total
 from cdgrab.graphs import Copies, at_home
 
@@ -24,25 +24,30 @@ Parts = dict[str, list[Record]]  # of each of its uses
 class Called:
     """A layer that was called in a forward pass, with an input that must stay as it is until its gradient comes."""
 
-    __slots__ = ("layer", "shape", "version", "x")
+    __slots__ = ("counted", "layer", "shape", "version", "x")
 
     def __init__(self, layer: Layer, x: Tensor, shape: torch.Size) -> None:
         self.layer, self.shape = layer, shape
         self.x: Tensor | None = x
         self.version = x._version
+        self.counted = False  # whether it was part of a batch
 
     def seen(self, grad: Tensor) -> Seen:
         """With the gradient that came."""
         x = self.x
         if x is None:
             raise spent(self.layer)
+        if self.counted:
+            raise counted_twice()
         if x._version != self.version and self.layer.module.weight.requires_grad:  # otherwise nobody needs it
             raise changed_in_place(self.layer)
         return Seen(self.layer, x, grad, self.shape)
 
-    def clear(self) -> None:
-        """What it was called with will not be needed again, and must not live as long as the graph does."""
-        self.x = None
+    def finish(self, graph_stays: bool) -> None:
+        """After a batch. Without the graph its input is not needed again, and must not live as long as the output."""
+        self.counted = True
+        if not graph_stays:
+            self.x = None
 
 
 class Seen(NamedTuple):

@@ -166,6 +166,14 @@ def check_mixing(name: str, module: nn.Module) -> None:
         )
 
 
+def counted_twice() -> ValueError:
+    """For a graph that was kept, or passes that nobody asked for."""
+    return ValueError(
+        "there was a second backward pass after one forward pass, and a batch is counted for each; add the losses up "
+        "and call backward() once; with activation checkpointing use use_reentrant=False"
+    )
+
+
 def spent(layer: Layer) -> RuntimeError:
     """For a graph that has been used up, which PyTorch itself would say a little later."""
     return RuntimeError(
@@ -249,8 +257,8 @@ def explain(model: nn.Module, batch: int, inputs: tuple[Any, ...] = ()) -> str:
     ]
     if any(_gives_its_gradient(layer, positions.get(layer.name, 1)) for layer in layers):
         notes.append(
-            "On a CPU the rows of a convolution take the place of its weights' gradient, which is their sum, so that "
-            "forming them costs next to nothing."
+            "On a CPU the rows of a convolution take the place of its weights' gradient, which is their sum: the layer "
+            "does not find it itself, which 'extra' does not count."
         )
     if _one_by_one(layers, positions, batch):
         notes.append(

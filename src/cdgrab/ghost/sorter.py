@@ -62,9 +62,8 @@ class GhostPairs:
         self._missed = 0  # steps that were copied for nothing, since the last that were replayed
         self._small = False  # whether turns are small enough for that
         self._decisions = Decisions()
-        self._late: list[
-            Tensor
-        ] = []  # what was decided since, `4 x W` each; counted together, as one by one takes long
+        # What was decided since, `4 x W` each; counted together, as one by one takes long.
+        self._late: list[Tensor] = []
 
     @property
     def running_sum(self) -> dict[str, Tensor]:

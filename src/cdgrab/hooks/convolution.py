@@ -6,12 +6,15 @@ rows are written down anyway, a backward pass need not find it once more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 from torch.nn import functional as F
+
+Found = dict[str, Tensor]  # gradients of a layer's parameters, by name
 
 
 def within_transform() -> bool:
@@ -20,28 +23,32 @@ def within_transform() -> bool:
 
 
 class Given:
-    """What one use of a convolution is given in a backward pass: gradients of its parameters, by name."""
+    """What one use of a convolution is given in a backward pass."""
 
-    __slots__ = ("_found", "_grad", "_version")
+    __slots__ = ("_check", "_found", "_grad", "_version")
 
     def __init__(self) -> None:
         self._grad: Tensor | None = None
         self._version = 0
-        self._found: dict[str, Tensor] = {}
+        self._found: Found = {}
+        self._check: Callable[[Found, Found], None] | None = None
 
-    def leave(self, grad: Tensor, found: dict[str, Tensor]) -> None:
-        """What was found with this gradient of the output."""
-        self._grad, self._version, self._found = grad, grad._version, found
+    def leave(self, grad: Tensor, found: Found, check: Callable[[Found, Found], None] | None = None) -> None:
+        """What was found with this gradient of the output; it may be held against what the layer itself finds."""
+        self._grad, self._version, self._found, self._check = grad, grad._version, found, check
 
-    def take(self, grad: Tensor) -> dict[str, Tensor]:
-        """What has been left, unless the gradient is another one: hooks of others may have replaced it since."""
+    def take(self, grad: Tensor) -> tuple[Found, Callable[[Found, Found], None] | None]:
+        """What has been left, unless the gradient is another one: hooks of others may have replaced it since.
+
+        One that was changed behind autograd's back, through `.data`, is not noticed.
+        """
         same = grad is self._grad and grad._version == self._version
-        found = self._found
+        found, check = self._found, self._check
         self.clear()
-        return found if same else {}
+        return (found, check) if same else ({}, None)
 
     def clear(self) -> None:
-        self._grad, self._found = None, {}
+        self._grad, self._found, self._check = None, {}, None
 
 
 class _Convolution(Function):
@@ -61,9 +68,11 @@ class _Convolution(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, weight) = grads, ctx.saved_tensors
         given: Given = ctx.given
-        found = {} if torch.is_grad_enabled() else given.take(grad)  # which has no history to differentiate again
+        # What has been given has no history, and cannot be differentiated again.
+        found, check = ({}, None) if torch.is_grad_enabled() else given.take(grad)
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        wanted = [of_x, of_weight and "weight" not in found, of_bias and "bias" not in found]
+        own = {"weight": of_weight, "bias": of_bias}
+        wanted = [of_x, *(own[key] and (key not in found or check is not None) for key in own)]
         others: tuple[Tensor | None, ...] = (None, None, None)
         if any(wanted):
             stride, padding, dilation, groups = ctx.geometry
@@ -71,12 +80,10 @@ class _Convolution(Function):
             others = torch.ops.aten.convolution_backward(
                 grad, x, weight, ctx.bias_sizes, stride, padding, dilation, False, zeros, groups, wanted
             )
-        return (
-            others[0],
-            found.get("weight", others[1]) if of_weight else None,
-            found.get("bias", others[2]) if of_bias else None,
-            None,
-        )
+        by_key = dict(zip(own, others[1:], strict=True))
+        if check is not None:
+            check(found, {key: there for key in found if (there := by_key[key]) is not None})
+        return others[0], *(found.get(key, by_key[key]) if own[key] else None for key in own), None
 
 
 _apply: Any = _Convolution.apply
@@ -87,38 +94,64 @@ def given_in(output: Tensor) -> Given | None:
     return getattr(output.grad_fn, "given", None)
 
 
+def _can_be_given(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> bool:
+    return (
+        torch.is_grad_enabled()
+        and module.weight.requires_grad
+        and x.device.type == module.weight.device.type == "cpu"
+        and type(x) is Tensor
+        and x.ndim == module.weight.ndim
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        and not within_transform()
+        and forward_ad._current_level < 0
+    )
+
+
+def _convolved(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
+    found: Tensor = _apply(x, module.weight, module.bias, module)
+    return found
+
+
+# Named as what they stand for, which is what printing a model and messages show.
+
+
+class Conv1d(nn.Conv1d):
+    """The same, whose gradients can be given."""
+
+    stands_for = nn.Conv1d
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _convolved(self, input) if _can_be_given(self, input) else super().forward(input)
+
+
+class Conv2d(nn.Conv2d):
+    """The same, whose gradients can be given."""
+
+    stands_for = nn.Conv2d
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _convolved(self, input) if _can_be_given(self, input) else super().forward(input)
+
+
+_STAND_INS: dict[type[nn.Module], type[nn.Module]] = {kind.stands_for: kind for kind in (Conv1d, Conv2d)}
+
+
 class StandIn:
-    """Takes the place of a convolution's `forward`, until it is removed. Parameters and results are the same."""
+    """Puts a module into the class that stands in for its own, until it is removed: copies of it are right as well.
+
+    Parameters and results are the same.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module: Any = module
-        self._module.forward = self
+        self._module = module
+        module.__class__ = _STAND_INS[type(module)]
 
     @staticmethod
     def serves(module: nn.Module) -> bool:
         """Whether there is something to be gained. Whoever has put something else in its place already goes first."""
-        return type(module) in (nn.Conv1d, nn.Conv2d) and "forward" not in vars(module)
-
-    def __call__(self, input: Tensor) -> Tensor:  # named as the module names it
-        module = self._module
-        weight = module.weight
-        plain = (
-            torch.is_grad_enabled()
-            and weight.requires_grad
-            and input.device.type == weight.device.type == "cpu"
-            and type(input) is Tensor
-            and input.ndim == weight.ndim
-            and not torch.is_autocast_enabled("cpu")
-            and not torch.compiler.is_compiling()
-            and not within_transform()
-            and forward_ad._current_level < 0
-        )
-        if not plain:
-            own: Tensor = type(module).forward(module, input)
-            return own
-        output: Tensor = _apply(input, weight, module.bias, module)
-        return output
+        return type(module) in _STAND_INS and "forward" not in vars(module)
 
     def remove(self) -> None:
-        if vars(self._module).get("forward") is self:
-            del self._module.forward
+        self._module.__class__ = getattr(type(self._module), "stands_for", type(self._module))

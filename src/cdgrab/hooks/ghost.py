@@ -29,6 +29,7 @@ from cdgrab.ghost.plan import (
     check_mixing,
     check_sums,
     check_whole,
+    counted_twice,
     find_layers,
 )
 from cdgrab.ghost.records import Record, Rows, Summed, apart
@@ -59,6 +60,7 @@ class _Call:
     grads: list[Tensor | None]
     versions: list[int]  # of what it was called with
     spent: bool = False  # whether there can be no other backward pass
+    counted: bool = False  # whether it was part of a batch
 
     def is_unchanged(self) -> bool:
         return self.versions == _versions(self.args, self.kwargs)
@@ -118,7 +120,7 @@ class ExampleAttachment:
         self._num = 0  # of its examples
         self._is_batch = False  # whether it leaves gradients in parameters
         self._graph_stays = True  # for another pass
-        self._differentiating = False
+        self._differentiating = self._detached = False
         self._forwards = self._backwards = 0  # passes through the whole model, and those that were batches
         self._expected: dict[str, Tensor] | None = {}  # gradients of the first pass, to hold the records against
         self._found: dict[str, Tensor] = {}  # what the records say they are
@@ -139,7 +141,8 @@ class ExampleAttachment:
         self._keys = [(layer.name, key) for layer in self._layers for key in own_parameters(layer.module)]
         self._trained: tuple[bool, ...] = ()
         self._trained_then: set[tuple[str, str]] | None = None
-        self._used_up: list[Called | Given] = []  # that the pass will have been the last to need
+        self._used: list[Called] = []  # by the pass under way
+        self._given: list[Given] = []  # what it may take
         self._first_handles: list[tuple[Tensor, Any]] = []  # needed until the first pass has been checked
         self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
         for layer in self._layers:
@@ -152,6 +155,7 @@ class ExampleAttachment:
             self.held.observe()
 
     def detach(self) -> None:
+        self._detached = True  # outputs that are there still have their hooks
         for handle in self._handles:
             handle.remove()
         self._stop_checking()
@@ -175,8 +179,9 @@ class ExampleAttachment:
             self._expected[name] = grad.detach().clone()
 
     def _watch(self, layer: Layer) -> None:
-        after = self._after_unknown if handler_of(layer.module) is None else self._after_known
-        if after == self._after_known and StandIn.serves(layer.module):
+        known = handler_of(layer.module) is not None
+        after = self._after_known if known else self._after_unknown
+        if known and StandIn.serves(layer.module):
             self._handles.append(StandIn(layer.module))
         self._handles.append(layer.module.register_forward_hook(after(layer), with_kwargs=True))
 
@@ -203,6 +208,8 @@ class ExampleAttachment:
                     self._begin(grad)
                 if not self._is_batch:
                     return
+                if call.counted:
+                    raise counted_twice()
                 if not any(known is call for known in self._calls):  # of another pass, they count no more
                     call.grads = [None] * count
                     self._calls.append(call)
@@ -248,12 +255,13 @@ class ExampleAttachment:
         self._records.clear()
         self._calls.clear()
         self._drop()
-        self._used_up.clear()
+        self._used.clear()
+        self._take_back()
         if self._expected is not None:
             self._expected.clear()
             self._found.clear()
         self._task = _current_pass()
-        self._is_batch = self._leaves_gradients()
+        self._is_batch = not self._detached and self._leaves_gradients()
         self._num = self._ordering._examples_due()
         self._graph_stays = _graph_is_kept()
         self._place = _place_of(grad) if self._is_batch and self._puts_off(grad) else None
@@ -307,8 +315,7 @@ class ExampleAttachment:
             if grad._version != version:
                 raise changed_in_place(called.layer)
             seen.append(called.seen(grad))
-        if not self._graph_stays:
-            self._used_up += [called for called, _, _ in noted]
+        self._used += [called for called, _, _ in noted]
         return seen
 
     def _look(self) -> None:
@@ -321,16 +328,15 @@ class ExampleAttachment:
     def _take_now(self, called: Called, grad: Tensor, given: Given | None) -> None:
         """The records of a known layer, before the pass goes on; it is given what they say its own gradients are."""
         seen = called.seen(grad)
-        if not self._graph_stays:
-            self._used_up.append(called)
+        self._used.append(called)
         self._looked_at += seen.nbytes
         sums: dict[str, Tensor] | None = None if given is None else {}
         with torch.no_grad():
             # An input from outside may be a buffer that is filled again.
             self._take(seen, self._num, sums=sums, own=self._keeps and not seen.x.requires_grad)
         if given is not None and sums is not None:
-            given.leave(grad, sums)
-            self._used_up.append(given)
+            given.leave(grad, sums, None if self._expected is None else partial(self._hold_against, called.layer))
+            self._given.append(given)
 
     def _made(self, seen: list[Seen]) -> Joined:
         """What the layers of a pass that were put off add to rows."""
@@ -439,10 +445,7 @@ class ExampleAttachment:
         self._backwards += 1
         if 0 < self._forwards < self._backwards:
             self._backwards = self._forwards
-            raise ValueError(
-                "there have been more backward passes than forward passes, and a batch is counted for each of them; "
-                "with activation checkpointing use use_reentrant=False"
-            )
+            raise counted_twice()
         with torch.no_grad(), _full_precision(self._trainable[0].device):
             if self._noted and self.sketcher is not None:
                 self._look()
@@ -461,14 +464,22 @@ class ExampleAttachment:
                 self._keep_seen()
                 kept, self._kept = self._kept, []
                 turn = Pass(taken, kept, self._num, self._trained, self._made_records, self._looked_at)
-            self._use_up()
+            used, self._used = self._used, []
+            for called in used:
+                called.finish(self._graph_stays)
+            self._take_back()
             self.consume(turn, self._shapes)
 
-    def _use_up(self) -> None:
-        """What only this pass needed."""
-        used_up, self._used_up = self._used_up, []
-        for called in used_up:
-            called.clear()
+    def _take_back(self) -> None:
+        """What was given and has not been taken."""
+        for given in self._given:
+            given.clear()
+        self._given.clear()
+
+    def _hold_against(self, layer: Layer, found: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+        """What a layer is given against what it finds itself, in the first pass."""
+        names = {key: self._names[layer.name, key] for key in own}
+        check_sums({names[key]: found[key] for key in own}, {names[key]: own[key] for key in own})
 
     def _differentiate(self, calls: list[_Call]) -> None:
         self._differentiating = True  # layers run again, and are not to be watched
@@ -480,6 +491,7 @@ class ExampleAttachment:
                 found = differentiated(call.layer.module, call.args, call.kwargs, call.grads, self._num, self._opened)
                 self._keep(call.layer, found, self._num)
                 self._looked_at += sum(tensor.nbytes for record in found.values() for tensor in record.tensors)
+                call.counted = True
                 if call.spent:
                     call.args, call.kwargs = (), {}
         finally:

@@ -22,7 +22,7 @@ class HeldRows:
         self._due = 0  # as many as are observed
 
     def add(self, rows_ND: Tensor) -> None:
-        """Hold the rows of a batch, or observe them, with all that are held; nothing is kept by reference."""
+        """Hold the rows of a batch, or observe them, with all that are held; they may change afterwards."""
         if rows_ND is not self._last_ND and not self._makes_room(rows_ND):
             self._ordering._observe(rows_ND)
             return

@@ -294,15 +294,57 @@ def test_losses_may_be_found_first_and_differentiated_then(source: str) -> None:
     assert ordering.order.tolist() == trained(interleaved=True).order.tolist()
 
 
-def test_more_backward_than_forward_passes_are_an_error() -> None:
+def test_a_second_pass_is_an_error() -> None:
     model = two_layers()
     ordering = attached(model)
     for _ in range(2):
         loss = model(randn(4, 3)).square().mean()
         loss.backward(retain_graph=True)
-        with pytest.raises(ValueError, match="more backward passes than forward passes"):
+        with pytest.raises(ValueError, match="second backward pass after one forward pass"):
             loss.backward()
     assert ordering.examples_left == 32
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("later", [False, True])
+def test_a_graph_counts_once(source: str, later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if there were other forward passes, of which nothing came."""
+    if later:
+        put_off(monkeypatch)
+        monkeypatch.setattr("cdgrab.hooks.replayed.Replays._record", lambda *_: None)  # which takes a GPU
+    model = two_layers()
+    ordering = attached(model, source)
+    for step in range(1, 5):
+        model(randn(4, 3))
+        loss = model(randn(4, 3)).square().mean()
+        loss.backward(retain_graph=True)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="second backward pass after one forward pass"):
+                loss.backward(retain_graph=True)
+        assert ordering.examples_left == 40 - 4 * step
+
+
+def test_a_pass_that_broke_off_may_be_tried_again() -> None:
+    model = two_layers()
+    ordering = attached(model)
+    for step in range(1, 5):
+        hidden = model[1](model[0](randn(4, 3)))
+        breaks = hidden.register_hook(lambda _: 1 / 0)
+        loss = model[2](hidden).square().mean()
+        with pytest.raises(ZeroDivisionError):
+            loss.backward(retain_graph=True)
+        breaks.remove()
+        loss.backward()
+        assert ordering.examples_left == 40 - 4 * step
+
+
+def test_what_comes_back_after_detaching_is_ignored() -> None:
+    model = two_layers()
+    ordering = attached(model)
+    loss = model(randn(4, 3)).square().mean()
+    ordering.detach()
+    loss.backward()
+    assert ordering.examples_left == 40
 
 
 def test_what_has_been_copied_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from _inputs import randn
 from cdgrab import Ordering, World, per_example_grads
-from cdgrab.ghost.convolved import Convolved
+from cdgrab.ghost.layers import HANDLERS, Records, convolution
 from cdgrab.hooks.convolution import Given
 
 SOURCES = ["ghost", "per_example", "sketch"]
@@ -57,10 +58,10 @@ class Taken:
         self.names: list[str] = []
         take = Given.take
 
-        def counted(given: Given, grad: Tensor) -> dict[str, Tensor]:
-            found = take(given, grad)
+        def counted(given: Given, grad: Tensor) -> tuple[dict[str, Tensor], Any]:
+            found, check = take(given, grad)
             self.names += found
-            return found
+            return found, check
 
         monkeypatch.setattr(Given, "take", counted)
 
@@ -115,13 +116,22 @@ def test_nothing_is_found_twice() -> None:
     assert wanted == [[True, False, False]] * 3  # the first layer's input has no gradient
 
 
-def test_rows_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first batch is held against what the layer itself finds."""
-    compact = Convolved.compact
-    monkeypatch.setattr(Convolved, "compact", lambda record: compact(record).scaled(2.0))
+@pytest.mark.parametrize("what", ["7.weight", "7.bias", "4.weight"])
+def test_rows_that_are_wrong_are_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch is held against what the layer itself finds; the fifth has groups."""
+    number, key = what.split(".")
+
+    def wrong(module: Any, x: Tensor, grad: Tensor, num: int) -> Records:
+        found = convolution(module, x, grad, num)
+        if module.out_channels == model[int(number)].out_channels:
+            found[key] = found[key].scaled(2.0)
+        return found
+
     model = network()
     attached(model)
-    with pytest.raises(ValueError, match=r"do not add up to that of the batch for the parameter '7\.weight'"):
+    monkeypatch.setitem(HANDLERS, nn.Conv1d, wrong)
+    monkeypatch.setitem(HANDLERS, nn.Conv2d, wrong)
+    with pytest.raises(ValueError, match=rf"do not add up to that of the batch for the parameter '{number}\.{key}'"):
         grads(model, steps=1)
 
 
@@ -237,23 +247,38 @@ def test_torch_func_is_not_disturbed() -> None:
 
 def test_detaching_brings_the_layer_back() -> None:
     model = network()
-    before = [vars(module).keys() - {"_forward_hooks"} for module in model]
+    before, shown = [type(module) for module in model], str(model)
     ordering = attached(model)
-    assert vars(model[0])["forward"] is not None
+    assert type(model[0]) is not nn.Conv2d
+    assert str(model) == shown
     ordering.detach()
-    assert [vars(module).keys() - {"_forward_hooks"} for module in model] == before
+    assert [type(module) for module in model] == before
     assert grads(model, steps=1)[0].equal(grads(network(), steps=1)[0])
 
 
 def test_copies_of_an_attached_model_are_independent() -> None:
-    model = network()
+    model, x = network(), batch()[0]
     ordering = attached(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.get_parameter("0.weight").zero_()
-        assert not torch.equal(other(batch()[0]), model(batch()[0]))
+        assert not torch.equal(other(x), model(x))
+    shallow = copy.copy(model[0])
+    shallow._parameters = {key: nn.Parameter(torch.zeros_like(p)) for key, p in model[0].named_parameters()}
+    assert shallow(x).count_nonzero() == 0
     ordering.detach()
     assert grads(model, steps=1)[0].equal(grads(network(), steps=1)[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tracing
+def test_a_traced_model_can_be_saved() -> None:
+    model, x = network(), batch()[0]
+    attached(model)
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.trace(model, x, check_trace=False), buffer)
+    buffer.seek(0)
+    loaded: Any = torch.jit.load(buffer)
+    torch.testing.assert_close(loaded(x), network()(x))
 
 
 def test_whoever_came_first_stays() -> None:
