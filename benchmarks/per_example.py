@@ -30,7 +30,7 @@ from cdgrab import Ordering, World, per_example_grads
 MOST_NUMBERS = {"cpu": 1 << 30, "cuda": 1 << 34}  # of rows
 HUNGRY = ("rows", "opacus", "vmap")
 STEPS = {"cpu": 4, "cuda": 20}  # of a contender in a round, at least
-ROUND = 0.2  # seconds of plain steps in a round, about
+ROUND = 0.2  # seconds of a contender's steps in a round, about
 SIZES = {"transformer-3m": (256, 4), "transformer-30m": (640, 6)}
 MODELS = ["mlp", "lenet", "adapters", "lstm", "encoder-3m", *SIZES]
 IMPOSSIBLE = {("opacus", "lstm"), ("opacus", "encoder-3m")}  # it has layers of its own for these
@@ -259,18 +259,18 @@ def measure(name: str, batch: int, rounds: int, device: str, contenders: list[st
     contenders = [contender for contender in contenders if (contender, name) not in IMPOSSIBLE]
     steps = {contender: stepper(contender, name, batch, device) for contender in contenders}
     seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
-    count = STEPS[device]
+    counts = dict.fromkeys(contenders, STEPS[device])
     for turn in range(rounds + 1):
         first = turn % len(contenders)
         for contender in contenders[first:] + contenders[:first]:
             _wait(device)
             start = time.perf_counter()
-            for _ in range(count):
+            for _ in range(counts[contender]):
                 steps[contender]()
             _wait(device)
-            seconds[contender].append((time.perf_counter() - start) / count)
+            seconds[contender].append((time.perf_counter() - start) / counts[contender])
         if turn == 0:  # it warms up, and says how many steps a round has; whole pairs of them
-            count = max(STEPS[device], int(ROUND / min(seconds["plain"])) // 2 * 2)
+            counts = {key: max(STEPS[device], int(ROUND / took[0]) // 2 * 2) for key, took in seconds.items()}
             seconds = {contender: [] for contender in contenders}
     del steps
     memory = {contender: peak(contender, name, batch, device) for contender in contenders}
