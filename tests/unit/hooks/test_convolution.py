@@ -196,6 +196,37 @@ def test_gradients_of_gradients(taken: Taken) -> None:
     assert not taken.names
 
 
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+def test_gradients_of_gradients_that_were_left_in_parameters(taken: Taken) -> None:
+    def found(model: nn.Module) -> list[Tensor]:
+        x, y = batch()
+        cross_entropy(model(x), y).backward(create_graph=True)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        penalty = sum((grad.square().sum() for grad in grads), torch.zeros(()))
+        second = torch.autograd.grad(penalty, list(model.parameters()))
+        model.zero_grad()
+        return [*second, *(grad.detach() for grad in grads)]
+
+    model = network()
+    attached(model)
+    for one, expected in zip(found(model), found(network()), strict=True):
+        torch.testing.assert_close(one, expected)
+    assert not taken.names
+
+
+def test_gradients_under_autocast(taken: Taken) -> None:
+    def found(model: nn.Module) -> list[Tensor]:
+        x, y = batch()
+        cross_entropy(_in_half(model, x), y).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    model = network()
+    attached(model)
+    for one, expected in zip(found(model), found(network()), strict=True):
+        assert torch.equal(one, expected)
+    assert not taken.names
+
+
 def test_a_graph_that_stays(taken: Taken) -> None:
     """Every pass gives anew, and what is only asked for is found by the layer."""
     models = [network(), network()]
