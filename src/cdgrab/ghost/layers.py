@@ -110,7 +110,7 @@ def handler_of(module: nn.Module) -> Handler | None:
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
         return None
     kind = type(module)
-    return HANDLERS.get(getattr(kind, "stands_for", kind))  # (`hooks.convolution`)
+    return HANDLERS.get(getattr(kind, "stands_for", kind))  # as convolutions do while attached (`hooks.convolution`)
 
 
 def differentiated(
