@@ -308,9 +308,9 @@ def replayable(first: Pass, second: Pass, running_sum: RunningSum) -> bool:
 
 def small_enough(one: Pass) -> bool:
     """To be copied, with another like it, on a GPU."""
-    tensors = one.tensors
-    size = max(one.size, sum(tensor.nbytes for tensor in one.tensors_of_parts))
-    return all(tensor.is_cuda for tensor in tensors) and 2 * size <= MOST_BYTES
+    if not all(tensor.is_cuda for tensor in one.tensors):
+        return False
+    return 2 * max(one.size, sum(tensor.nbytes for tensor in one.tensors_of_parts)) <= MOST_BYTES
 
 
 def _some(pairs: Batch) -> Tensor:

@@ -63,6 +63,8 @@ class Sketcher:
         self._epoch = 0
         self.whole = length is None
         self._length = {name: s.numel() for name, s in shapes.items()} if length is None else _shares(shapes, length)
+        self._sides = {name: _sides(shape) for name, shape in shapes.items()}
+        self._sizes = {name: _kept(*self._sides[name], count) for name, count in self._length.items()}
         self._projections: dict[Side, Tensor] = {}
         self._moments: dict[Side, Tensor] = {}
         self.parts: dict[str, Tensor] = {}  # of the rows of the batch under way, by parameter
@@ -84,7 +86,7 @@ class Sketcher:
                 _add(parts, name, part_Nk)
         like = next(iter(parts.values()))
         whole = [
-            parts[name] if name in parts else like.new_zeros(len(like), math.prod(self._sizes(name)))
+            parts[name] if name in parts else like.new_zeros(len(like), math.prod(self._sizes[name]))
             for name in self._shapes
         ]
         return torch.cat(whole, dim=1)
@@ -158,7 +160,7 @@ class Sketcher:
         _add(self.parts if parts is None else parts, name, self._short(name, record, self._gathering))
 
     def _short(self, name: str, record: Record, gathering: bool) -> Tensor:
-        sizes, (q, p) = self._sizes(name), self._sides(name)
+        sizes, (q, p) = self._sizes[name], self._sides[name]
         if math.prod(sizes) == self._shapes[name].numel():
             return record.rows()
         if isinstance(record, Convolved) and not gathering:
@@ -202,11 +204,11 @@ class Sketcher:
 
     def _unless_whole(self, side: Side, width: int, like: Tensor) -> Tensor | None:
         """The projection of a side of which something is given up."""
-        count = self._sizes(side[0])[side[1] == "a"]
+        count = self._sizes[side[0]][side[1] == "a"]
         return None if count == width else self._projection(side, count, width, like)
 
     def _widths(self, names: tuple[str, ...]) -> list[int]:
-        return [math.prod(self._sizes(name)) for name in names]
+        return [math.prod(self._sizes[name]) for name in names]
 
     def _columns_of(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         columns = self._columns.get(names)
@@ -216,21 +218,6 @@ class Sketcher:
             parts = dict(zip(names, places, strict=True))
             columns = self._columns[names] = torch.cat([parts[name] for name in self._shapes]).to(device)
         return columns
-
-    def _sides(self, name: str) -> tuple[int, int]:
-        """A parameter as a matrix; one of a single dimension has one output."""
-        shape = self._shapes[name]
-        q = shape[0] if len(shape) > 1 and shape.numel() else 1
-        return q, shape.numel() // q
-
-    def _sizes(self, name: str) -> tuple[int, int]:
-        """How many directions of each side are kept."""
-        q, p = self._sides(name)
-        length = self._length[name]
-        if q * p <= length:
-            return q, p
-        kb = min(q, max(1, math.isqrt(length)))
-        return kb, min(p, max(1, length // kb))
 
     def _projection(self, side: Side, rows: int, columns: int, like: Tensor) -> Tensor:
         if side not in self._projections and rows == columns:
@@ -259,10 +246,10 @@ class Sketcher:
         moments, self._moments = self._moments, {}
         self.version += 1
         for name in self._shapes:
-            if math.prod(self._sizes(name)) == self._shapes[name].numel():
+            if math.prod(self._sizes[name]) == self._shapes[name].numel():
                 continue
             # The same collectives on all ranks, whatever each of them has seen.
-            for key, width, count in zip(("b", "a"), self._sides(name), self._sizes(name), strict=True):
+            for key, width, count in zip(("b", "a"), self._sides[name], self._sizes[name], strict=True):
                 if width > _MOST_FITTED or width == count:
                     continue
                 moment_dd = moments.get((name, key), like.new_zeros(width, width)).to(like.device)
@@ -298,6 +285,20 @@ _MOST_FITTED = 4096  # numbers of an input or output gradient whose second momen
 
 def _add(parts: dict[str, Tensor], name: str, part_Nk: Tensor) -> None:
     parts[name] = parts[name] + part_Nk if name in parts else part_Nk
+
+
+def _sides(shape: torch.Size) -> tuple[int, int]:
+    """A parameter as a matrix; one of a single dimension has one output."""
+    q = shape[0] if len(shape) > 1 and shape.numel() else 1
+    return q, shape.numel() // q
+
+
+def _kept(q: int, p: int, length: int) -> tuple[int, int]:
+    """How many directions of each side are kept, to have about `length` numbers."""
+    if q * p <= length:
+        return q, p
+    kb = min(q, max(1, math.isqrt(length)))
+    return kb, min(p, max(1, length // kb))
 
 
 def _shares(shapes: dict[str, torch.Size], length: int) -> dict[str, int]:

@@ -113,18 +113,17 @@ class GhostPairs:
             self._small = small_enough(step)
             if self._add_alike(step):
                 return
-        turn_of = [torch.arange(workers) * turns + turn for turn in range(turns)]
         start = 0
         firsts, seconds, counts, alone = [], [], [], []
         if self._held is not None:
-            firsts, seconds = [self._held.records()], [self._pick(batch, turn_of[0])]
+            firsts, seconds = [self._held.records()], [self._pick(batch, 0, turns)]
             counts = [self._held_W & counts_mW[0]]
             alone = [self._held_W ^ counts_mW[0]]
             self._held, start = None, 1
         whole = start + (turns - start) // 2 * 2
         for turn in range(start, whole, 2):
-            firsts.append(self._pick(batch, turn_of[turn]))
-            seconds.append(self._pick(batch, turn_of[turn + 1]))
+            firsts.append(self._pick(batch, turn, turns))
+            seconds.append(self._pick(batch, turn + 1, turns))
             counts.append(counts_mW[turn] & counts_mW[turn + 1])
             alone.append(counts_mW[turn] ^ counts_mW[turn + 1])
         if firsts:
@@ -136,7 +135,7 @@ class GhostPairs:
         if whole < turns:
             # Unless it is to be recorded it is held as records: they may be less, and what layers saw might change.
             to_come = alike and self._replayed is None and self.looks_later
-            self._held = step if to_come else Pass.of(self._pick(batch, turn_of[whole]))
+            self._held = step if to_come else Pass.of(self._pick(batch, whole, turns))
             self._held_W, self._held_alike = counts_mW[whole], turns == 1
 
     def _add_alike(self, step: Pass) -> bool:
@@ -185,16 +184,18 @@ class GhostPairs:
     def _forget_recording(self) -> None:
         self._replayed, self._homes, self._missed = None, (Home(), Home()), 0
 
-    def _pick(self, batch: Batch, index: Tensor) -> Batch:
+    def _pick(self, batch: Batch, turn: int, turns: int) -> Batch:
         """The examples of one turn."""
-        if len(index) == len(next(iter(batch.values())).tensors[0]):
+        if turns == 1:
             return batch
+        index = torch.arange(self._num_workers) * turns + turn
         return {name: taken(record, index.to(record.tensors[0].device)) for name, record in batch.items()}
 
     def _alone(self, alone_W: BoolArray) -> None:
         """Units whose partner is none stay in the middle."""
-        workers = np.flatnonzero(alone_W)
-        self.decisions.append(workers, np.zeros(len(workers), dtype=np.int8))
+        if alone_W.any():  # otherwise what is decided may be counted later
+            workers = np.flatnonzero(alone_W)
+            self.decisions.append(workers, np.zeros(len(workers), dtype=np.int8))
 
     def _balance(self, pairs: Batch, active_K: BoolArray) -> None:
         index = np.flatnonzero(active_K)

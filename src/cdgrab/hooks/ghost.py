@@ -115,6 +115,8 @@ class ExampleAttachment:
         self._shapes = {name: parameter.shape for name, parameter in trainable.items()}
         self._trainable = list(trainable.values())
         self._sink = self._trainable[0]  # one of them that got a gradient in the last batch
+        self._own = {id(parameter) for parameter in self._trainable}
+        self._first: Layer | None = None  # the layer that a backward pass came by first, the last time
         self._mixing = [(name, m) for name, m in model.named_modules() if isinstance(m, MIXES_EXAMPLES)]
         self._task: int | None = None  # the backward pass that has been queued
         self._num = 0  # of its examples
@@ -230,11 +232,13 @@ class ExampleAttachment:
                 return
             called = Called(layer, args[0] if args else next(iter(kwargs.values())), output.shape)
             given = given_in(output) if convolves else None
+            sink = self._sink_behind(output) if layer is self._first else None
 
             def on_grad(grad: Tensor) -> None:
                 # All steps of a small model wait for this: what can be done once, for all layers, is done later.
                 if _current_pass() != self._task:
-                    self._begin(grad)
+                    self._first = layer
+                    self._begin(grad, sink)
                 if self._place is not None and self._place == _place_of(grad):
                     self._noted.append((called, grad, grad._version))
                     if self._counted:
@@ -248,8 +252,8 @@ class ExampleAttachment:
 
         return after
 
-    def _begin(self, grad: Tensor) -> None:
-        """A pass, with the gradient that came first."""
+    def _begin(self, grad: Tensor, sink: Any = None) -> None:
+        """A pass, with the gradient that came first, and the node of a parameter that it may go on to."""
         # If a pass before broke off, what it left is not to be mixed with what comes.
         broken_off = self._task is not None
         self._records.clear()
@@ -261,7 +265,7 @@ class ExampleAttachment:
             self._expected.clear()
             self._found.clear()
         self._task = _current_pass()
-        self._is_batch = not self._detached and self._leaves_gradients()
+        self._is_batch = not self._detached and (_goes_by(sink) or self._leaves_gradients())
         self._num = self._ordering._examples_due()
         self._graph_stays = _graph_is_kept()
         self._place = _place_of(grad) if self._is_batch and self._puts_off(grad) else None
@@ -272,6 +276,11 @@ class ExampleAttachment:
             self._counted, self._light = broken_off or self._light != grad.shape, grad.shape
         if self._is_batch:  # otherwise somebody asks for gradients of something else, with torch.autograd.grad
             Variable._execution_engine.queue_callback(self._on_end_of_backward)
+
+    def _sink_behind(self, output: Tensor) -> Any:
+        """The node that leaves a gradient in a parameter of the layer with this output, if it is easily found."""
+        nodes: Any = () if output.grad_fn is None else output.grad_fn.next_functions
+        return next((node for node, _ in nodes if id(getattr(node, "variable", None)) in self._own), None)
 
     def _leaves_gradients(self) -> bool:
         """Whether the pass under way does, in a parameter: in the one that got one before, or else in any."""
@@ -528,8 +537,13 @@ def _gets_gradient(parameter: nn.Parameter) -> bool:
     if not parameter.requires_grad:
         return False
     # The node must not be kept: it belongs to the stream it was made on, and the next pass might come on another.
+    return _goes_by(get_gradient_edge(parameter).node)
+
+
+def _goes_by(node: Any) -> bool:
+    """Whether the pass under way does, by the node of a parameter."""
     try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+        return node is not None and torch._C._will_engine_execute_node(node)
     except RuntimeError:  # of a parameter that `torch.autograd.grad` is asked for
         return False
 

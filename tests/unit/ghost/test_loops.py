@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -391,6 +392,23 @@ def test_gradients_asked_for_otherwise_are_no_batch() -> None:
     assert len(ordering.remaining()) == 24
     cross_entropy(net(X[:4]), Y[:4]).backward()
     assert len(ordering.remaining()) == 20
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("widths", [[6, 4], [6, 9, 4]], ids=["one layer", "two"])
+def test_gradients_of_inputs_alone_between_batches_are_no_batch(widths: list[int], bias: bool) -> None:
+    net = nn.Sequential(*[nn.Linear(p, q, bias=bias) for p, q in itertools.pairwise(widths)]).double()
+    ordering = Ordering(24, batch_size=4, unit_size=1)
+    ordering.attach(net, source="ghost")
+    x, last = X[:4].clone().requires_grad_(), net[-1].weight
+    assert isinstance(last, Tensor)
+    for batch in range(0, 4, 2):
+        cross_entropy(net(x), Y[:4]).backward()
+        net(x).sum().backward(inputs=[x])
+        torch.autograd.grad(net(x).sum(), [x, last])
+        assert len(ordering.remaining()) == 20 - 4 * batch
+        cross_entropy(net(x), Y[:4]).backward(inputs=[last])  # of some of the parameters it is one
+        assert len(ordering.remaining()) == 16 - 4 * batch
 
 
 def test_identical_examples_and_a_rule_that_takes_roots() -> None:
