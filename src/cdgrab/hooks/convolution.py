@@ -14,12 +14,9 @@ from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 from torch.nn import functional as F
 
+from cdgrab.hooks.engine import within_transform
+
 Found = dict[str, Tensor]  # gradients of a layer's parameters, by name
-
-
-def within_transform() -> bool:
-    """Whether a function of `torch.func` is under way, in which tensors stand for others."""
-    return torch._C._functorch.maybe_current_level() is not None
 
 
 class Given:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from cdgrab.exchange import ShardedPairs
+from cdgrab.hooks.engine import at_end_of_pass, current_pass
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
@@ -47,11 +47,11 @@ class FsdpAttachment:
         sorter = self._ordering._attached_sorter()
         if input.is_cuda:
             self._stream = torch.cuda.current_stream(input.device)
-        task = torch._C._current_graph_task_id()
+        task = current_pass()
         if task != self._task:
             # At the end of this backward pass all modules will have come by.
             self._task = task
-            Variable._execution_engine.queue_callback(self._on_end_of_backward)
+            at_end_of_pass(self._on_end_of_backward)
         size = dist.get_world_size(group)
         slices = input.new_empty(size, output.numel())
         dist.all_to_all_single(slices.view(-1), input, group=group)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from cdgrab.grads.flat import flat_grad
+from cdgrab.hooks.engine import at_end_of_pass, current_pass
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
@@ -40,10 +40,10 @@ class ModuleAttachment:
             handle.remove()
 
     def _on_grad(self, parameter: Tensor) -> None:  # noqa: ARG002
-        task = torch._C._current_graph_task_id()
+        task = current_pass()
         if task != self._task:  # another than one that may have broken off
             self._task = task
-            Variable._execution_engine.queue_callback(self._on_end_of_backward)
+            at_end_of_pass(self._on_end_of_backward)
 
     def _on_end_of_backward(self) -> None:
         self._task = None

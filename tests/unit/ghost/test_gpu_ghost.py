@@ -19,7 +19,7 @@ from cdgrab.ghost.outer import outer_sums
 from cdgrab.ghost.pairs import Pairs, ReplayedPairs, RunningSum, balance, difference, replayable
 from cdgrab.ghost.passes import Pass, Seen
 from cdgrab.ghost.records import Lookup, Matrix, Pair, written_out
-from cdgrab.hooks import ghost, replayed, rows
+from cdgrab.hooks import later, replayed, rows
 from cdgrab.hooks.rows import ExampleRows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -97,7 +97,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, source: str) -> list[list[int]
 def test_replayed_sketches(
     name: str, room: int, little: int, dtype: torch.dtype, rtol: float, atol: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ghost, "room_for", lambda grad: room)
+    monkeypatch.setattr(later, "room_for", lambda grad: room)
     monkeypatch.setattr(replayed, "_LITTLE", little)
     # Where tensors come to lie is nobody's promise; those that have moved twice are copied.
     monkeypatch.setattr(replayed, "_MOST_MOVES", 2)
@@ -162,7 +162,7 @@ def test_sketches_take_no_second_workspace() -> None:
     for _ in range(20):
         cross_entropy(model(x), y).backward()
     attachment: Any = ordering._attachment
-    assert attachment.replays._recorded
+    assert attachment._put_off.replays._recorded
     assert torch.cuda.memory_allocated() - before < 1 << 24
 
 

@@ -15,13 +15,13 @@ from _models import build, orders_of_an_mlp
 from cdgrab import Ordering, World
 from cdgrab.ghost import passes
 from cdgrab.ghost.pairs import MOST_BYTES
-from cdgrab.hooks.ghost import ExampleAttachment
+from cdgrab.hooks.recorder import Recorder
 
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Layers are put off as on a GPU, and pairs like others replayed; these layers have been copied afresh."""
-    monkeypatch.setattr("cdgrab.hooks.ghost.recordable", lambda _: True)
+    monkeypatch.setattr("cdgrab.hooks.later.recordable", lambda _: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda one: 2 * one.size <= MOST_BYTES)
     monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda first, second, _: first.kind == second.kind)
     monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", Copied)
@@ -74,20 +74,20 @@ def test_layers_that_are_looked_at_later(name: str, saved: int | None, monkeypat
 
     expected = orders(None)
     seen: list[int] = []
-    made_records = ExampleAttachment._made_records
+    made_records = Recorder.made_records
 
-    def noted(self: ExampleAttachment, layers: list[Any], *how: Any) -> Any:
+    def noted(self: Recorder, layers: list[Any], *how: Any) -> Any:
         seen.append(len(layers))
         return made_records(self, layers, *how)
 
-    monkeypatch.setattr(ExampleAttachment, "_made_records", noted)
-    monkeypatch.setattr("cdgrab.hooks.ghost.recordable", lambda _: True)
+    monkeypatch.setattr(Recorder, "made_records", noted)
+    monkeypatch.setattr("cdgrab.hooks.later.recordable", lambda _: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda *_: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", Copied)
     Copied.made.clear()
     for room in (1, 1 << 20):  # layers are copied one by one, or all together
-        monkeypatch.setattr("cdgrab.hooks.ghost.LEAST_ROOM", room)
+        monkeypatch.setattr("cdgrab.hooks.later.LEAST_ROOM", room)
         Copied.made.clear()
         seen.clear()
         assert orders(saved) == expected
@@ -137,7 +137,7 @@ def test_what_layers_saw_is_what_counts(copies: list[str], monkeypatch: pytest.M
 
 
 def test_a_pass_that_grows_is_not_copied_without_end(copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cdgrab.hooks.ghost.LEAST_ROOM", 1)
+    monkeypatch.setattr("cdgrab.hooks.later.LEAST_ROOM", 1)
     monkeypatch.setattr("cdgrab.ghost.sorter.MOST_BYTES", 10**5)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     attached(model)
@@ -244,8 +244,8 @@ def test_what_is_asked_of_a_graph_in_between_changes_nothing(monkeypatch: pytest
         return [order.tolist() for order in ordering.orders]
 
     expected = orders(asking=False)
-    monkeypatch.setattr("cdgrab.hooks.ghost.recordable", lambda _: True)
-    monkeypatch.setattr("cdgrab.hooks.ghost.LEAST_ROOM", 1)
+    monkeypatch.setattr("cdgrab.hooks.later.recordable", lambda _: True)
+    monkeypatch.setattr("cdgrab.hooks.later.LEAST_ROOM", 1)
     monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda *_: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", Copied)
@@ -268,7 +268,7 @@ def test_what_changes_before_it_is_looked_at_is_an_error(monkeypatch: pytest.Mon
             found: Tensor = self.second(hidden)
             return found
 
-    monkeypatch.setattr("cdgrab.hooks.ghost.recordable", lambda _: True)
+    monkeypatch.setattr("cdgrab.hooks.later.recordable", lambda _: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
     model = InPlace()
     ordering = Ordering(40, batch_size=4, unit_size=1, world=World.simulated(4))

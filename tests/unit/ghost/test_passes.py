@@ -15,7 +15,7 @@ from _copied import Copied
 from _inputs import randn
 from cdgrab import Ordering, World
 from cdgrab.graphs import Copies
-from cdgrab.hooks.ghost import _register
+from cdgrab.hooks.engine import register
 
 SOURCES = ["ghost", "per_example", "sketch"]
 
@@ -33,7 +33,7 @@ def attached(model: nn.Module, source: str = "ghost", **options: Any) -> Orderin
 
 def put_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers, as on a GPU, and pairs are replayed, but for the graphs."""
-    monkeypatch.setattr("cdgrab.hooks.ghost.recordable", lambda _: True)
+    monkeypatch.setattr("cdgrab.hooks.later.recordable", lambda _: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.small_enough", lambda _: True)
     monkeypatch.setattr("cdgrab.ghost.sorter.replayable", lambda first, second, _: first.kind == second.kind)
     monkeypatch.setattr("cdgrab.ghost.sorter.ReplayedPairs", Copied)
@@ -117,7 +117,7 @@ def test_hooks_of_others(source: str) -> None:
 def test_hooks_on_a_tensor_without_a_history() -> None:
     seen: list[Tensor] = []
     leaf = torch.ones(3, requires_grad=True)
-    _register(leaf, seen.append)
+    register(leaf, seen.append)
     (2 * leaf).sum().backward()
     assert seen[0].tolist() == [2, 2, 2]
 
@@ -204,7 +204,7 @@ def test_a_loss_that_is_kept_keeps_nothing_else(source: str, monkeypatch: pytest
 def test_only_what_might_be_too_much_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes that begin like the last are of its size; one that broke off says nothing."""
     put_off(monkeypatch)
-    monkeypatch.setattr("cdgrab.hooks.ghost.LEAST_ROOM", 1000)
+    monkeypatch.setattr("cdgrab.hooks.later.LEAST_ROOM", 1000)
     model = two_layers()
     ordering = attached(model)
     attachment: Any = ordering._attachment
@@ -219,7 +219,7 @@ def test_only_what_might_be_too_much_is_counted(monkeypatch: pytest.MonkeyPatch)
                 loss.backward()
         else:
             loss.backward()
-        return bool(attachment._counted)
+        return bool(attachment._put_off.counted)
 
     assert counted(1)  # held against the gradient
     assert [counted(1) for _ in range(3)] == [True, False, False]

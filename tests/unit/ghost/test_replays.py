@@ -17,7 +17,7 @@ from _models import MODELS, build
 from _sketches import listen, sketches
 from cdgrab import Ordering
 from cdgrab.ghost.passes import Seen
-from cdgrab.hooks import ghost, replayed
+from cdgrab.hooks import later, replayed
 from cdgrab.hooks.replayed import Make
 
 
@@ -47,7 +47,7 @@ def _tensors(seen: list[Seen]) -> list[Tensor]:
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors lie where they lay the step before, as on a GPU."""
-    monkeypatch.setattr(ghost, "recordable", lambda grad: True)
+    monkeypatch.setattr(later, "recordable", lambda grad: True)
     monkeypatch.setattr(replayed, "Recording", Traced)
     monkeypatch.setattr(replayed, "places", lambda seen: ())
     monkeypatch.setattr(replayed, "_LITTLE", 0)
@@ -70,7 +70,7 @@ def test_rows_are_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("room", [1, 1 << 25])
 def test_parameters_that_are_frozen_and_trained_again(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ghost, "room_for", lambda grad: room)
+    monkeypatch.setattr(later, "room_for", lambda grad: room)
 
     def freeze(model: nn.Module, step: int) -> None:
         for parameter in list(model.parameters())[: 2 if step % 2 else 1]:
@@ -102,7 +102,7 @@ def test_a_recording_that_fails_leaves_nothing(
 
 @pytest.mark.parametrize("name", ["mlp", "lenet", "tied", "used twice"])
 def test_layers_are_looked_at_before_they_take_too_much_room(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ghost, "room_for", lambda grad: 1)
+    monkeypatch.setattr(later, "room_for", lambda grad: 1)
     expected, _ = sketches(name, replays=False)
     found, recordings = sketches(name, replays=True)
     assert recordings > 2
@@ -179,7 +179,7 @@ def flattened(lengths: list[int], *, replays: bool) -> tuple[list[Tensor], int]:
         x = torch.randn(num, length, 4, dtype=torch.float64)
         cross_entropy(model(x), torch.arange(num) % 3).backward()
     attachment: Any = ordering._attachment
-    return found, len(attachment.replays._recorded)
+    return found, len(attachment._put_off.replays._recorded)
 
 
 def test_as_many_positions_of_fewer_examples() -> None:
@@ -227,11 +227,13 @@ def test_gradients_asked_for_otherwise_leave_nothing() -> None:
     put_off: list[int] = []
     layer = model[0]  # type: ignore[index]
     layer.register_forward_hook(
-        lambda module, args, output: output.register_hook(lambda grad: put_off.append(len(attachment._noted))) and None
+        lambda module, args, output: (
+            output.register_hook(lambda grad: put_off.append(len(attachment._put_off._noted))) and None
+        )
     )
     torch.autograd.grad(cross_entropy(model(here), y), here)
     assert put_off == [0]  # it came by, and nothing had been kept
-    assert not attachment._noted
+    assert not attachment._put_off._noted
     assert not attachment.sketcher.parts
     assert not attachment.sketcher._pieces
     assert ordering.examples_left == 54

@@ -1,0 +1,70 @@
+"""What autograd's engine says of the backward pass under way. Most of it is not public: here it is in one place."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+
+# Asked in a backward pass. What hooks hold on to would live as long as the graph, which goes on after the pass if
+# somebody keeps the loss, though what it was made for is freed.
+graph_is_kept: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def at_end_of_pass(callback: Callable[[], None]) -> None:
+    """To be called then, before `backward()` returns."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def goes_by(node: Any) -> bool:
+    """Whether the pass under way does, by the node of a parameter; not by none."""
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a parameter that `torch.autograd.grad` is asked for
+        return False
+
+
+def gets_gradient(parameter: nn.Parameter) -> bool:
+    """Whether the pass under way will leave one there."""
+    if not parameter.requires_grad:
+        return False
+    # The node must not be kept: it belongs to the stream it was made on, and the next pass might come on another.
+    return goes_by(get_gradient_edge(parameter).node)
+
+
+def register(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """`tensor.register_hook(hook)` without a handle to remove it by, which takes longer to make than all the rest."""
+    hooks: Any = tensor._backward_hooks
+    if hooks is None:
+        node = tensor.grad_fn
+        if node is None:
+            tensor.register_hook(hook)
+            return
+        hooks = tensor._backward_hooks = OrderedDict()
+        node._register_hook_dict(tensor)
+    hooks[hook] = hook  # those with a handle have numbers
+
+
+def place_of(tensor: Tensor) -> tuple[int, int]:
+    """Its device, and the stream that work with it goes to now."""
+    device = tensor.get_device()
+    return device, torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Also where `backward()` was called under autocast."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def within_transform() -> bool:
+    """Whether a function of `torch.func` is under way, in which tensors stand for others."""
+    return torch._C._functorch.maybe_current_level() is not None
