@@ -18,7 +18,7 @@ def listen(ordering: Ordering, model: nn.Module, *, replays: bool, **how: Any) -
     """Attach `ordering` to `model`; what it observes will be in the list."""
     ordering.attach(model, source="sketch", **how)
     attachment: Any = ordering._attachment
-    attachment._put_off.replays.possible = replays
+    attachment.replays.possible = replays
     found: list[Tensor] = []
 
     def consume(turn: Pass, shapes: dict[str, torch.Size]) -> None:  # noqa: ARG001
@@ -56,4 +56,4 @@ def sketches(
             optimizer.zero_grad()
     assert len(found) == 5 * epochs
     attachment: Any = ordering._attachment
-    return found, len(attachment._put_off.replays._recorded)
+    return found, len(attachment.replays._recorded)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 # somebody keeps the loss, though what it was made for is freed.
 graph_is_kept: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
+_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def at_end_of_pass(callback: Callable[[], None]) -> None:
@@ -58,10 +59,16 @@ def place_of(tensor: Tensor) -> tuple[int, int]:
     return device, torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
 
 
-def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Also where `backward()` was called under autocast."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def aside(device: torch.device) -> AbstractContextManager[None]:
+    """Without history and in full precision, which `backward()` may have been called otherwise; mostly it was not."""
+    if torch.is_grad_enabled() or _any_autocast():
+        return _aside(device)
     return nullcontext()
 
 

@@ -30,9 +30,9 @@ from cdgrab.ghost.recurrent import Opened, called_with, opens
 from cdgrab.ghost.sketch import Sketcher
 from cdgrab.hooks.convolution import Given, StandIn, given_in
 from cdgrab.hooks.engine import (
+    aside,
     at_end_of_pass,
     current_pass,
-    full_precision,
     gets_gradient,
     goes_by,
     graph_is_kept,
@@ -43,6 +43,7 @@ from cdgrab.hooks.engine import (
 from cdgrab.hooks.held import HeldRows
 from cdgrab.hooks.later import PutOff
 from cdgrab.hooks.recorder import Recorder
+from cdgrab.hooks.replayed import Replays
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
@@ -100,7 +101,8 @@ class ExampleAttachment:
         layers = find_layers(model)
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._recorder = Recorder(ordering, layers, trainable, mean=mean, keeps=keeps, sketcher=sketcher)
-        self._put_off = PutOff(ordering, layers, sketcher, self._recorder.made_parts)
+        self.replays = Replays(self._recorder.made_parts)
+        self._put_off = PutOff(ordering, layers, sketcher, self.replays)
         self._trainable = list(trainable.values())
         self._own = {id(parameter) for parameter in self._trainable}
         self._sink = self._trainable[0]  # one of them that got a gradient in the last batch
@@ -129,7 +131,7 @@ class ExampleAttachment:
         for handle in self._handles:
             handle.remove()
         self._recorder.first_batch.stop()
-        self._put_off.replays.forget()
+        self.replays.forget()
 
     # In the forward pass
 
@@ -249,7 +251,7 @@ class ExampleAttachment:
         if 0 < self._forwards < self._backwards:
             self._backwards = self._forwards
             raise counted_twice()
-        with torch.no_grad(), full_precision(self._trainable[0].device):
+        with aside(self._trainable[0].device):
             kept, put_off = self._put_off.finish()
             if calls:
                 self._differentiate(calls)

@@ -6,7 +6,6 @@ pass, it is copied to where recordings read it, or turned into short rows by wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from cdgrab.ghost.passes import Called, Seen
 from cdgrab.ghost.plan import Layer, changed_in_place
-from cdgrab.ghost.sketch import Joined, Sketcher
-from cdgrab.hooks.engine import full_precision, place_of
+from cdgrab.ghost.sketch import Sketcher
+from cdgrab.hooks.engine import aside, place_of
 from cdgrab.hooks.replayed import LEAST_ROOM, Replays, recordable, room_for, trained
 
 if TYPE_CHECKING:
@@ -29,18 +28,11 @@ class PutOff:
         ordering: Copies what layers saw, if that is what is wanted.
         layers: That are watched.
         sketcher: Takes short rows, if those are wanted.
-        make: Finds what some layers add to short rows.
+        replays: Find what some layers add to those.
     """
 
-    def __init__(
-        self,
-        ordering: Ordering,
-        layers: list[Layer],
-        sketcher: Sketcher | None,
-        make: Callable[[list[Seen]], Joined],
-    ) -> None:
-        self._ordering, self._layers, self._sketcher = ordering, layers, sketcher
-        self.replays = Replays(make)
+    def __init__(self, ordering: Ordering, layers: list[Layer], sketcher: Sketcher | None, replays: Replays) -> None:
+        self._ordering, self._layers, self._sketcher, self._replays = ordering, layers, sketcher, replays
         self.place: tuple[int, int] | None = None  # device and stream of layers that are put off; None: none are
         self.trained: tuple[bool, ...] = ()  # which parameters are, in such a pass
         self.counted = True  # whether there might be too many bytes
@@ -58,7 +50,7 @@ class PutOff:
         self.place = place_of(grad) if possible and self._pays(grad) else None
         if self.place is not None:
             self.trained = trained(layer.module for layer in self._layers)
-            self.replays.begin(self.trained)
+            self._replays.begin(self.trained)
             # Passes that begin alike are taken to be of one size, unless the last one never came to its end.
             self.counted, self._light = broken_off or self._light != grad.shape, grad.shape
 
@@ -83,7 +75,7 @@ class PutOff:
         if self._sketcher is None:
             self._room = LEAST_ROOM  # for copies that are made at once
             return self._ordering._looks_later
-        if not self.replays.possible or not self._sketcher.settled(self._ordering._epoch):
+        if not self._replays.possible or not self._sketcher.settled(self._ordering._epoch):
             return False
         self._room = self._room or room_for(grad)
         return True
@@ -94,7 +86,7 @@ class PutOff:
         self._bytes += called.seen(grad).nbytes
         if self._bytes > self._room:
             self._light = None
-            with torch.no_grad(), full_precision(grad.device):
+            with aside(grad.device):
                 self._look()
 
     def _look(self) -> None:
@@ -110,4 +102,4 @@ class PutOff:
             self._kept += self._ordering._keep_seen(seen, len(self._kept))
             return
         nbytes = sum(one.nbytes for one in seen)
-        self._sketcher.add_piece(self.replays(seen, nbytes, self._num, self._sketcher.version))
+        self._sketcher.add_piece(self._replays(seen, nbytes, self._num, self._sketcher.version))

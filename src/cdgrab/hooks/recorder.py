@@ -17,7 +17,7 @@ from cdgrab.ghost.plan import Layer, check_count, check_sums
 from cdgrab.ghost.records import Record, Rows, Summed, apart
 from cdgrab.ghost.sketch import Joined, Sketcher
 from cdgrab.hooks.convolution import Found, Given
-from cdgrab.hooks.engine import full_precision
+from cdgrab.hooks.engine import aside
 from cdgrab.hooks.first_batch import FirstBatch
 from cdgrab.hooks.replayed import own_parameters
 
@@ -83,7 +83,7 @@ class Recorder:
         seen = called.seen(grad)
         self.looked_at += seen.nbytes
         sums: Found | None = None if given is None else {}
-        with torch.no_grad():
+        with aside(grad.device):
             # An input from outside may be a buffer that is filled again.
             self._take(seen, self._num, sums=sums, own=self._keeps and not seen.x.requires_grad)
         if given is not None and sums is not None:
@@ -91,7 +91,7 @@ class Recorder:
             given.leave(grad, sums, check)
 
     def made_parts(self, seen: list[Seen]) -> Joined:
-        """What layers of the pass under way, which were put off, add to short rows."""
+        """What layers of the pass under way, which were put off, add to short rows; to be called aside."""
         assert self._sketcher is not None
         parts: dict[str, Tensor] = {}
         for one in seen:
@@ -103,8 +103,8 @@ class Recorder:
         under_way, self._records = self._records, defaultdict(list)
         self._trained_then = {key for key, was in zip(self._keys, trained, strict=True) if was}
         try:
-            with torch.no_grad():
-                for one in seen:
+            for one in seen:
+                with aside(one.grad.device):
                     self._take(one, num)
             return self._records
         finally:
@@ -130,9 +130,8 @@ class Recorder:
         wide = torch.promote_types(grad.dtype, torch.float32)
         inputs = seen.x.detach()
         inputs = inputs.to(wide) if inputs.is_floating_point() else inputs
-        with full_precision(grad.device):
-            records = handler(seen.layer.module, inputs, grad.to(wide), num)
-            self._keep(seen.layer, records, num, parts, sums, inputs if own else None)
+        records = handler(seen.layer.module, inputs, grad.to(wide), num)
+        self._keep(seen.layer, records, num, parts, sums, inputs if own else None)
 
     def _keep(
         self,

@@ -162,7 +162,7 @@ def test_sketches_take_no_second_workspace() -> None:
     for _ in range(20):
         cross_entropy(model(x), y).backward()
     attachment: Any = ordering._attachment
-    assert attachment._put_off.replays._recorded
+    assert attachment.replays._recorded
     assert torch.cuda.memory_allocated() - before < 1 << 24
 
 

@@ -179,7 +179,7 @@ def flattened(lengths: list[int], *, replays: bool) -> tuple[list[Tensor], int]:
         x = torch.randn(num, length, 4, dtype=torch.float64)
         cross_entropy(model(x), torch.arange(num) % 3).backward()
     attachment: Any = ordering._attachment
-    return found, len(attachment._put_off.replays._recorded)
+    return found, len(attachment.replays._recorded)
 
 
 def test_as_many_positions_of_fewer_examples() -> None:
