@@ -66,7 +66,7 @@ def on_a_rank(names: list[str], rounds: int) -> Iterator[tuple[str, int, dict[st
         before = 0.0
         for turn in range(rounds + 1):
             if turn == 1:
-                before = ordering._seconds  # the first round warms up
+                before = ordering._meter.seconds  # the first round warms up
             for kind in list(kinds)[:: 1 if turn % 2 else -1]:
                 dist.barrier()
                 start = time.perf_counter()
@@ -79,7 +79,7 @@ def on_a_rank(names: list[str], rounds: int) -> Iterator[tuple[str, int, dict[st
                 if turn:
                     seconds[kind].append((time.perf_counter() - start) / STEPS)
         count = sum(parameter.numel() for parameter in kinds["plain"].parameters())
-        yield name, count, seconds, (ordering._seconds - before) / (STEPS * rounds)
+        yield name, count, seconds, (ordering._meter.seconds - before) / (STEPS * rounds)
         ordering.detach()
 
 

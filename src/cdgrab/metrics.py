@@ -1,10 +1,45 @@
-"""Figures of an epoch, from what the balancers counted along the way."""
+"""Figures of an epoch: what ordering costs, and what the balancers counted along the way."""
 
 from __future__ import annotations
 
+import logging
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from cdgrab.balance.tally import Tally
+
+log = logging.getLogger("cdgrab")
+
+
+class Meter:
+    """The time spent on the epoch under way, and the figures of the last one that has ended."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.figures: dict[str, float] = {}
+        self._bytes_before = 0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """What is done in here counts as time spent on ordering; what is refused leaves no trace."""
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+
+    def finish(self, epoch: int, tallies: list[Tally], unobserved: int, bytes_sent: int) -> None:
+        """Keep the figures of `epoch`, which has ended; `bytes_sent` counts from the very first."""
+        sent, self._bytes_before = bytes_sent - self._bytes_before, bytes_sent
+        self.figures = summarise(epoch, tallies, unobserved=unobserved, seconds=self.seconds, bytes_sent=sent)
+        left_out = self.figures["nonfinite"]
+        if left_out:
+            log.warning(
+                "epoch %d: %d gradients or pairs of them were not finite; they were left out and their units kept "
+                "their order",
+                epoch,
+                left_out,
+            )
 
 
 def summarise(

@@ -41,7 +41,7 @@ class Progress:
         self._orders = orders
         self._padding = units.padding(epoch)
         self._locals = list(units.world.local_workers)
-        self._visits_L = np.array([units.num_visited(worker) for worker in self._locals])
+        self._visits_L = units.visits(units.world.local_workers)
         self._fewest_visits = int(self._visits_L.min())
         self._turns = 0
         self._named = False

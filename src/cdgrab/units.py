@@ -62,6 +62,10 @@ class Units:
         """How many of them an epoch visits whole: fewer than `num_units` only where `drop_last` cuts the epoch."""
         return min(self.num_units(worker), self.num_samples // self.unit_size)
 
+    def visits(self, workers: range) -> IntArray:
+        """`num_visited` of each of the workers."""
+        return np.array([self.num_visited(worker) for worker in workers])
+
     def padding(self, epoch: int) -> list[IntArray]:
         """Examples each local worker repeats at the end of `epoch`: the first dealt, in later epochs random ones."""
         size = self.world.size

@@ -92,9 +92,9 @@ def _attach_examples(
     watched = model.module if isinstance(model, DistributedDataParallel) else model
     written = written_down(watched, ordering.batch_size)
     if source == "ghost":
-        ordering._check_records()
+        _check_records(ordering)
         # What is done with pairs of steps is recorded; where that cannot be, and rows are few, that with rows.
-        if ordering._pairs_are_steps or not written:
+        if ordering._settings.pairs_are_steps or not written:
             attachment = ExampleAttachment(ordering, watched, ordering._observe_records, mean=reduction == "mean")
             ordering._balance_records(True)
             return attachment
@@ -104,7 +104,7 @@ def _attach_examples(
     sketcher = None
     shapes = {name: p.shape for name, p in watched.named_parameters() if p.requires_grad}
     if source == "sketch":
-        group = ordering._group if ordering._ranks_meet else None
+        group = ordering._group if ordering._settings.ranks_meet else None
         sketcher = Sketcher(shapes, length, fitted=fitted, seed=ordering.seed, group=group)
     elif written:
         sketcher = Sketcher(shapes, None, fitted=False)  # whole rows, which are recorded like short ones
@@ -120,6 +120,29 @@ def _attach_examples(
     return ExampleAttachment(
         ordering, watched, observe_rows, mean=reduction == "mean", keeps=False, sketcher=sketcher, held=held
     )
+
+
+def _check_records(ordering: Ordering) -> None:
+    """Whether rows can come as records."""
+    if ordering._sorter is None:
+        return
+    settings, world = ordering._settings, ordering.world
+    if not settings.balances_pairs or (world.size > 1 and not settings.coordinated):
+        raise ValueError(
+            f"source 'ghost' balances pairs against one running sum, which order {ordering.order_name!r} does not; use "
+            "order 'cd-grab', or source 'per_example'"
+        )
+    if not world.one_process and world.size > 1:
+        raise ValueError(
+            f"source 'ghost' needs all workers in one process, and there are {world.size} ranks; use source "
+            "'per_example'"
+        )
+    turns = ordering._progress.turns
+    if turns:
+        raise ValueError(
+            f"{turns} turns of this epoch have been observed already; attach the model before the first batch of an "
+            "epoch"
+        )
 
 
 def _attach_ddp(

@@ -181,7 +181,7 @@ class DdpAttachment:
 
     def _hand_over(self, sorter: ShardedPairs, numbers: Bucket, slices: Tensor) -> None:
         """Give the slices to the sorter."""
-        with self._ordering._timed():
+        with self._ordering._meter.timed():
             if self._has_place(numbers):
                 sorter.put(numbers, slices)
             else:
@@ -192,7 +192,7 @@ class DdpAttachment:
         """With the last bucket the turn ends."""
         if turn is None:
             return
-        with self._ordering._timed():
+        with self._ordering._meter.timed():
             if self._stash:
                 self._move(sorter)
             self._stored, self._turn = self._turn, []

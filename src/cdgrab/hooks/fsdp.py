@@ -63,7 +63,7 @@ class FsdpAttachment:
         output.copy_(total)
         self._ordering._exchange.bytes_sent += input.element_size() * (size - 1) * output.numel()
         if isinstance(sorter, ShardedPairs):
-            with self._ordering._timed():
+            with self._ordering._meter.timed():
                 sorter.put(piece, slices)
 
     def _on_end_of_backward(self) -> None:
@@ -71,7 +71,7 @@ class FsdpAttachment:
         sorter = self._ordering._attached_sorter()
         turn = self._ordering._count_turn()
         # On a GPU modules are reduced on a stream of FSDP's; what follows must come after them.
-        with torch.cuda.stream(self._stream), self._ordering._timed():
+        with torch.cuda.stream(self._stream), self._ordering._meter.timed():
             if isinstance(sorter, ShardedPairs):
                 sorter.end_turn(turn.counts_W)
         with torch.cuda.stream(self._stream):

@@ -176,7 +176,7 @@ class CapturedSteps:
             batch_size=ordering.batch_size,
             unit_size=1,
             order=ordering.order_name,
-            rule=ordering._make_rule,
+            rule=ordering._settings.make_rule,
             world=ordering.world,
         )
         block_KND = self._blocks[0].zero_()

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from _inputs import randn
 from cdgrab import Ordering
+from cdgrab.settings import Settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -29,7 +30,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.init_process_group(
         "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, device_id=torch.device("cuda:0")
     )
-    monkeypatch.setattr(Ordering, "_ranks_meet", property(lambda _: True))
+    monkeypatch.setattr(Settings, "ranks_meet", property(lambda _: True))
     yield
     dist.destroy_process_group()
 

@@ -1,0 +1,177 @@
+"""What an ordering was asked for, checked, and what follows from that alone.
+
+All of it stays the same while the ordering lives. What changes from step to step is in `ordering.py`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sized
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from cdgrab.agreement import check_same
+from cdgrab.arguments import checked_unit_size, length_of, split_batch, whole_number
+from cdgrab.balance.rules import RuleMaker, find_rule
+from cdgrab.exchange import Exchange, ExchangeMaker, Local, Server, Sharded, find_exchange
+from cdgrab.exchange.collectives import own_group
+from cdgrab.order import Balanced, Free, Herded, OrderSpec, find_order
+from cdgrab.units import Units, deal
+from cdgrab.world import Group, World, process_group
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `Ordering`, with nothing left open; made by `Settings.checked`.
+
+    Attributes:
+        worker_batch: Examples of one worker in a full batch.
+        order: The name of the order; `spec` is what it stands for.
+        rule: The name of the rule, `"custom"` if it has none; `make_rule` makes one.
+        group: The ranks among which data are dealt.
+    """
+
+    num_examples: int
+    batch_size: int
+    worker_batch: int
+    unit_size: int
+    order: str
+    spec: OrderSpec
+    rule: str
+    make_rule: RuleMaker
+    world: World
+    seed: int
+    drop_last: bool
+    block: int | None
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def checked(
+        cls,
+        dataset: Dataset[Any] | Sized | int,
+        *,
+        batch_size: int,
+        unit_size: int | None,
+        order: str,
+        rule: str | RuleMaker,
+        world: World | None,
+        seed: int,
+        drop_last: bool,
+        block: int | None,
+        group: Group,
+    ) -> Settings:
+        """Check what a user has passed; raises `ValueError` if it does not fit together."""
+        num_examples = length_of(dataset)
+        seed = whole_number("seed", seed, least=0)
+        ranks = process_group(group)
+        world = world or World.detect(ranks)
+        batch_size = whole_number("batch_size", batch_size, least=1)
+        spec = find_order(order)
+        worker_batch = split_batch(batch_size, world)
+        settings = cls(
+            num_examples=num_examples,
+            batch_size=batch_size,
+            worker_batch=worker_batch,
+            unit_size=checked_unit_size(unit_size, 1 if isinstance(spec, Free) else None, worker_batch),
+            order=order,
+            spec=spec,
+            rule=rule if isinstance(rule, str) else "custom",
+            make_rule=find_rule(rule),
+            world=world,
+            seed=seed,
+            drop_last=drop_last,
+            block=None if block is None else whole_number("block", block, least=1),
+            group=ranks,
+        )
+        settings._check_world()
+        return settings
+
+    @cached_property
+    def turns_per_batch(self) -> int:
+        """Units of one worker in a full batch, or the one that several batches make."""
+        return max(1, self.worker_batch // self.unit_size)
+
+    @cached_property
+    def balances_pairs(self) -> bool:
+        return isinstance(self.spec, Balanced) and self.spec.centring == "pair"
+
+    @cached_property
+    def coordinated(self) -> bool:
+        """Whether the rows of all workers decide together."""
+        return isinstance(self.spec, Herded) or (isinstance(self.spec, Balanced) and self.spec.coordinated)
+
+    @cached_property
+    def sorted_workers(self) -> range:
+        """The workers whose rows come to this process's sorter."""
+        return range(self.world.size) if self.coordinated else self.world.local_workers
+
+    @cached_property
+    def pairs_are_steps(self) -> bool:
+        """Whether what is done with the pairs of two steps is always the same."""
+        return self.turns_per_batch == 1 and self.rule == "greedy"
+
+    @property
+    def ranks_meet(self) -> bool:
+        """Whether there are other ranks to talk to. A world made by hand, for tests and studies, has none."""
+        return not self.world.one_process and self.world.size > 1 and dist.is_available() and dist.is_initialized()
+
+    def deal(self, epoch: int) -> Units:
+        """The units of `epoch`; but for orders that deal anew they are always the same."""
+        return deal(
+            self.num_examples,
+            self.world,
+            unit_size=self.unit_size,
+            seed=self.seed,
+            epoch=epoch if isinstance(self.spec, Free) and self.spec.redeal else 0,
+            whole_batches=self.worker_batch if self.drop_last else None,
+            shuffle=self.spec.shuffle if isinstance(self.spec, Free) else True,
+        )
+
+    def config(self, units: Units) -> dict[str, Any]:
+        """What must be the same for a state to fit; `units` are those of the first epoch."""
+        return {
+            "num_examples": self.num_examples,
+            "batch_size": self.batch_size,
+            "unit_size": self.unit_size,
+            "order": self.order,
+            "rule": self.rule,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+            "world_size": self.world.size,
+            "rank": self.world.rank,
+            "simulated": self.world.one_process,
+            "dealt": zlib.crc32(units.dealt.tobytes()),
+        }
+
+    def check_ranks(self, config: dict[str, Any], exchange: str | ExchangeMaker | None) -> None:
+        """Whether all ranks were asked for the same."""
+        if self.ranks_meet:
+            same = {key: value for key, value in config.items() if key != "rank"}
+            check_same("the ordering", {**same, "exchange": "custom" if callable(exchange) else exchange}, self.group)
+
+    def make_exchange(self, exchange: str | ExchangeMaker | None) -> tuple[Exchange, dist.ProcessGroup | None]:
+        """How rows come together, and the group in which ranks talk about them from now on."""
+        maker = find_exchange(exchange or ("sharded" if self.balances_pairs else "gather"))
+        if maker is Sharded and self.coordinated and not self.balances_pairs:
+            raise ValueError(
+                f"exchange 'sharded' balances pair differences, which order {self.order!r} does not; use 'gather'"
+            )
+        if maker is Server and isinstance(self.spec, Herded):
+            raise ValueError("exchange 'server' sends signs, of which order 'greedy-herding' knows none; use 'gather'")
+        if not (self.coordinated and self.ranks_meet):
+            return Local(), self.group
+        group = own_group(self.group)
+        return maker(group), group
+
+    def _check_world(self) -> None:
+        if self.ranks_meet:
+            rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+            if (rank, size) != (self.world.rank, self.world.size):
+                raise ValueError(
+                    f"world says rank {self.world.rank} of {self.world.size}, the process group rank {rank} of {size}; "
+                    "pass group= and leave world= out"
+                )
