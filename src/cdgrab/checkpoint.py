@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-VERSION = 2
+VERSION = 3
 
 
 def pack(payload: dict[str, Any]) -> bytes:
@@ -22,7 +22,7 @@ def pack(payload: dict[str, Any]) -> bytes:
 
 
 def unpack(
-    state: dict[str, Any], config: dict[str, Any], num_units: list[int], *, records: bool, sketched: bool
+    state: dict[str, Any], config: dict[str, Any], num_units: list[int], *, form: str, sketched: bool
 ) -> dict[str, Any]:
     """Check `state` and return what it packs, on the CPU; raises `ValueError` if it does not fit.
 
@@ -30,7 +30,7 @@ def unpack(
         state: What `Ordering.state_dict` returned.
         config: What must agree.
         num_units: Units of each local worker.
-        records: Whether gradients come as records.
+        form: In which gradients come, in words.
         sketched: Whether they are sketched.
     """
     missing = {"version", "config", "epoch", "payload"} - state.keys()
@@ -55,21 +55,23 @@ def unpack(
     for order, expected in zip(payload["orders"], num_units, strict=True):
         if not np.array_equal(np.sort(order.numpy()), np.arange(expected)):
             raise ValueError(f"the saved order is not a permutation of {expected} units; the state is damaged")
-    _check_source(payload, config["rule"], records=records, sketched=sketched)
+    _check_source(payload, config["rule"], form=form, sketched=sketched)
     return payload
 
 
-def _check_source(payload: dict[str, Any], rule: str, *, records: bool, sketched: bool) -> None:
-    """Whether gradients come as they did when the state was taken."""
-    # Between epochs nothing is left of either form, unless the rule remembers something.
-    nothing_left = payload["progress"]["turns"] == 0 and rule == "greedy"
-    if payload["records"] != records and not nothing_left:
-        kinds = {True: "as records of layers (source='ghost')", False: "as rows"}
-        raise ValueError(
-            f"the state was taken within an epoch with gradients {kinds[payload['records']]}, and this ordering "
-            f"has them {kinds[records]}; attach the model before loading, as it was, or load a state taken "
-            "between epochs"
-        )
+def _check_source(payload: dict[str, Any], rule: str, *, form: str, sketched: bool) -> None:
+    """Whether gradients come as they did when the state was taken, or need not, since it was between two epochs."""
+    if payload["form"] != form:
+        found = f"gradients as {payload['form']}, and this ordering has them as {form}"
+        remedy = "make the ordering, and attach the model before loading, as it was then"
+        if payload["progress"]["turns"]:
+            raise ValueError(
+                f"the state was taken within an epoch with {found}; {remedy}, or load a state taken between epochs"
+            )
+        if rule != "greedy":
+            raise ValueError(
+                f"the state was taken with {found}, and rule {rule!r} goes on from earlier epochs; {remedy}"
+            )
     if (payload["sketch"] is not None) != sketched:
         kinds = {False: "without", True: "with a model attached by source='sketch'"}
         raise ValueError(

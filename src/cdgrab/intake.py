@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from cdgrab.exchange import BoolArray, Exchange, Local, Sharded, ShardedPairs
+from cdgrab.exchange import BoolArray, Exchange, Local, Sharded, ShardedPairs, name_of
 from cdgrab.ghost.sorter import GhostPairs
 from cdgrab.order import Free
 from cdgrab.settings import Settings
@@ -45,6 +45,14 @@ class Intake:
         self._dtype: torch.dtype | None = None
         self._device: torch.device | None = None
         self.sorter = self._new_sorter()
+
+    @property
+    def form(self) -> str:
+        """In which gradients come to the sorter, in words: those of another form mean nothing to it."""
+        if self.records:
+            return "records of layers (source='ghost')"
+        name = name_of(self._exchange)
+        return "rows of one process" if name is None else f"rows (exchange {name!r})"
 
     def start_epoch(self, epoch: int, units: Units) -> None:
         if self.sorter is not None:
@@ -77,10 +85,11 @@ class Intake:
                 "must stay as it is, or a new ordering be made"
             )
         dtype = self._dtype or (torch.float64 if rows.dtype == torch.float64 else torch.float32)
-        return rows.to(self._settle_on(rows.device), dtype)
+        return rows.to(self._device or rows.device, dtype)
 
     def take(self, rows_ND: Tensor, steps: int, counts_Lm: BoolArray | None) -> None:
         """Take the checked rows of so many steps; `counts_Lm` says which of them are units, if not all are."""
+        self._settle_on(rows_ND.device)
         self._dim, self._dtype = rows_ND.shape[1], rows_ND.dtype
         if self.sorter is None:
             return
@@ -102,17 +111,17 @@ class Intake:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "records": self.records,
+            "form": self.form,
             "dim": self._dim,
             "dtype": None if self._dtype is None else str(self._dtype).removeprefix("torch."),
             "sorter": {} if self.sorter is None else self.sorter.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], epoch: int, units: Units) -> None:
-        """To be called before any row has come. Rows and records take over from each other only between epochs."""
+        """To be called before any row has come. One form takes over from another only between epochs."""
         self._dim = state["dim"]
         self._dtype = None if state["dtype"] is None else getattr(torch, state["dtype"])
-        if self.sorter is not None and state["records"] == self.records:
+        if self.sorter is not None and state["form"] == self.form:
             self.sorter.load_state_dict(state["sorter"])
         else:
             self.start_epoch(epoch, units)
@@ -129,7 +138,7 @@ class Intake:
             return ShardedPairs(len(rngs), self._exchange, settings.make_rule(rngs[0]))
         return make_sorter(settings.spec, rngs, settings.make_rule, settings.block)
 
-    def _settle_on(self, device: torch.device) -> torch.device:
+    def _settle_on(self, device: torch.device) -> None:
         """Rows stay on the device of the first of them; a loaded state, which is on the CPU, follows."""
         if self._device is None:
             self._device = device
@@ -138,7 +147,6 @@ class Intake:
                 assert sorter is not None
                 sorter.load_state_dict(tree_map_only(Tensor, lambda part: part.to(device), self.sorter.state_dict()))
                 self.sorter = sorter
-        return self._device
 
     def _sort(self, sorter: AnySorter, rows_mLD: Tensor, counts_mL: BoolArray | None) -> None:
         assert not isinstance(sorter, GhostPairs)

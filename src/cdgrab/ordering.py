@@ -300,7 +300,7 @@ class Ordering:
             state,
             self._config,
             [len(order) for order in self._orders],
-            records=self._intake.records,
+            form=self._intake.form,
             sketched=self._sketcher is not None,
         )
         epoch = state["epoch"]

@@ -264,6 +264,7 @@ def refusals() -> list[str]:
         ordering.observe(torch.zeros(3))
     except ValueError as error:
         messages.append(str(error))
+    dist.barrier()  # rank 0 must not be gone while the other still makes its last group
     return messages
 
 

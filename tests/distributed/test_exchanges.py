@@ -139,6 +139,41 @@ def test_resume_leaves_no_trace_on_ranks() -> None:
     assert run_ranks(2, saved_and_resumed) == [True, True]
 
 
+def saved_and_loaded_by_another_exchange() -> list[str]:
+    """Messages; between epochs nothing is left of what an exchange does, and there are none."""
+    vectors, messages = randn(40, 9), []
+
+    def steps(ordering: Ordering, count: int) -> None:
+        for _ in range(count):
+            ordering.observe(vectors[ordering.remaining()[:2]])
+
+    for saved, loaded in (("sharded", "gather"), ("server", "sharded"), ("gather", "server")):
+        first, second = (Ordering(40, batch_size=2, unit_size=1, exchange=name) for name in (saved, loaded))
+        steps(first, 10)
+        second.load_state_dict(first.state_dict())
+        steps(first, 10)
+        steps(second, 10)
+        assert first.epoch == second.epoch == 2
+        assert first.order.tolist() == second.order.tolist()
+        steps(first, 1)
+        try:
+            second.load_state_dict(first.state_dict())
+        except ValueError as error:
+            messages.append(str(error))
+        assert len(second.remaining()) == 20
+    return messages
+
+
+def test_within_an_epoch_a_state_belongs_to_its_exchange() -> None:
+    found = [
+        "as rows (exchange 'sharded'), and this ordering has them as rows (exchange 'gather'); make the ordering",
+        "as rows (exchange 'server'), and this ordering has them as rows (exchange 'sharded')",
+        "as rows (exchange 'gather'), and this ordering has them as rows (exchange 'server')",
+    ]
+    for messages in run_ranks(2, saved_and_loaded_by_another_exchange):
+        assert [part in message for part, message in zip(found, messages, strict=True)] == [True] * 3
+
+
 def disagree(field: str) -> None:
     arguments: dict[str, Any] = {"dataset": 20, "batch_size": 2, "unit_size": 1, "seed": 0, "order": "cd-grab"}
     if dist.get_rank() == 1:

@@ -74,6 +74,15 @@ def test_observing_in_order(rows: torch.Tensor, units: torch.Tensor | None, mess
     assert state_of(ordering) == before
 
 
+def test_rows_that_are_refused_do_not_say_where_others_go() -> None:
+    ordering = Ordering(4, batch_size=2)
+    with pytest.raises(ValueError, match="3 rows"):
+        ordering.observe(torch.zeros(3, 5, device="meta"))
+    for row in randn(2, 5):
+        ordering.observe(row)
+    assert ordering.metrics()["nonfinite"] == 0
+
+
 def test_observing_simulated_workers() -> None:
     ordering = Ordering(40, batch_size=8, unit_size=1, world=World.simulated(4))
     before = state_of(ordering)

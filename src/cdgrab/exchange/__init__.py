@@ -27,6 +27,13 @@ def find_exchange(exchange: str | ExchangeMaker) -> ExchangeMaker:
     return EXCHANGES[exchange]
 
 
+def name_of(exchange: Exchange) -> str | None:
+    """What it goes by in messages; None for rows that stay where they are."""
+    if isinstance(exchange, Local):
+        return None
+    return next((name for name, maker in EXCHANGES.items() if maker is type(exchange)), "custom")
+
+
 __all__ = [
     "EXCHANGES",
     "BoolArray",
@@ -39,4 +46,5 @@ __all__ = [
     "ShardedPairs",
     "Sketch",
     "find_exchange",
+    "name_of",
 ]

@@ -158,7 +158,7 @@ def test_resume_in_the_middle(steps: int) -> None:
         step(net, straight)
         step(other, resumed)
     assert straight.order.tolist() == resumed.order.tolist()
-    with pytest.raises(ValueError, match="attach the model before loading"):
+    with pytest.raises(ValueError, match=r"taken within an epoch with gradients as records .* attach the model before"):
         Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2).load_state_dict(straight.state_dict())
 
 
@@ -182,6 +182,16 @@ def test_between_epochs_a_state_moves_between_records_and_rows(sources: tuple[st
             cross_entropy(net(X[batch]), Y[batch]).backward()
         orders.append(second.order.tolist())
     assert orders[0] == orders[1]
+
+
+def test_a_rule_that_remembers_does_not_move_between_records_and_rows() -> None:
+    net = model()
+    first, second = (Ordering(24, batch_size=4, unit_size=1, rule="walk") for _ in range(2))
+    first.attach(net, source="ghost")
+    train(net, first, epochs=1)
+    with pytest.raises(ValueError, match="as rows of one process, and rule 'walk' goes on from earlier epochs; make"):
+        second.load_state_dict(first.state_dict())
+    assert second.epoch == 0
 
 
 def test_a_backward_pass_that_breaks_off_leaves_nothing_behind() -> None:
