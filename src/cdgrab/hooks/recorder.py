@@ -126,11 +126,15 @@ class Recorder:
         """The records of a known layer, as `_keep` does; with `own`, what is kept of its input are copies."""
         handler, grad = handler_of(seen.layer.module), seen.grad.reshape(seen.shape)
         assert handler is not None
-        check_count(seen.layer, [grad], num)
-        wide = torch.promote_types(grad.dtype, torch.float32)
+        if grad.shape[0] != num:
+            check_count(seen.layer, [grad], num)
         inputs = seen.x.detach()
-        inputs = inputs.to(wide) if inputs.is_floating_point() else inputs
-        records = handler(seen.layer.module, inputs, grad.to(wide), num)
+        if grad.dtype != torch.float32:
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            grad = grad.to(wide)
+        if inputs.dtype != grad.dtype and inputs.is_floating_point():
+            inputs = inputs.to(grad.dtype)
+        records = handler(seen.layer.module, inputs, grad, num)
         self._keep(seen.layer, records, num, parts, sums, inputs if own else None)
 
     def _keep(
