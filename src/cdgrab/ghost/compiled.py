@@ -111,10 +111,10 @@ def _address(tensor: Tensor | None) -> int:
 
 
 @functools.cache
-def _kernel(dtype: str) -> Callable[..., None]:
+def reader(dtype: str) -> Any:
+    """For compiled code: from an address, and a count of numbers, to the array that is there."""
     numba: Any = importlib.import_module("numba")
     carray = numba.carray
-    number: Any = np.dtype(dtype).type
     pointer = numba.types.CPointer(numba.from_dtype(np.dtype(dtype)))
 
     def typed(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
@@ -123,13 +123,24 @@ def _kernel(dtype: str) -> Callable[..., None]:
 
         return pointer(numba.types.int64), code
 
-    at: Any = importlib.import_module("numba.extending").intrinsic(typed)  # from an address to what is there
-    size_of_number = np.dtype(dtype).itemsize
+    at: Any = importlib.import_module("numba.extending").intrinsic(typed)
+
+    @numba.njit(nogil=True, inline="always")
+    def array(address, count):  # type: ignore[no-untyped-def]
+        return carray(at(address), count)
+
+    return array
+
+
+@functools.cache
+def _kernel(dtype: str) -> Callable[..., None]:
+    numba: Any = importlib.import_module("numba")
+    array, number, size_of_number = reader(dtype), np.dtype(dtype).type, np.dtype(dtype).itemsize
 
     @numba.njit(nogil=True, inline="always")
     def vector(pointers, strides, part, which, pair, count):  # type: ignore[no-untyped-def]
         """`count` numbers of a pair: of `a`, `b`, `minus_a` or `minus_b`."""
-        return carray(at(pointers[part, which] + pair * strides[part, which] * size_of_number), count)
+        return array(pointers[part, which] + pair * strides[part, which] * size_of_number, count)
 
     @numba.njit(nogil=True, fastmath=compiled.REORDER)
     def kernel(pointers, strides, sizes, decided):  # type: ignore[no-untyped-def]
@@ -139,7 +150,7 @@ def _kernel(dtype: str) -> Callable[..., None]:
             for part in range(pointers.shape[0]):
                 outs, ins = sizes[part]
                 a = vector(pointers, strides, part, 0, pair, ins)
-                r = carray(at(pointers[part, 4]), outs * ins)
+                r = array(pointers[part, 4], outs * ins)
                 if pointers[part, 1] == 0:
                     dot = aa = zero
                     for i in range(ins):
@@ -178,7 +189,7 @@ def _kernel(dtype: str) -> Callable[..., None]:
             for part in range(pointers.shape[0]):
                 outs, ins = sizes[part]
                 a = vector(pointers, strides, part, 0, pair, ins)
-                r = carray(at(pointers[part, 4]), outs * ins)
+                r = array(pointers[part, 4], outs * ins)
                 if pointers[part, 1] == 0:
                     for i in range(ins):
                         r[i] += sign * a[i]

@@ -10,6 +10,7 @@ would get nearly all of them. What fits is kept as it is.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from cdgrab.balance.tables import has_kernels
 from cdgrab.ghost.convolved import Convolved
 from cdgrab.ghost.outer import MOST_DIRECTIONS, outer_sums, shortened
 from cdgrab.ghost.records import Lookup, Matrix, Record, Summed
+from cdgrab.ghost.together import Part, add_short_rows, factors_of, takes
 from cdgrab.units import generator
 
 Side = tuple[str, str]  # parameter, and "a" or "b"
@@ -65,9 +67,12 @@ class Sketcher:
         self._length = {name: s.numel() for name, s in shapes.items()} if length is None else _shares(shapes, length)
         self._sides = {name: _sides(shape) for name, shape in shapes.items()}
         self._sizes = {name: _kept(*self._sides[name], count) for name, count in self._length.items()}
+        widths = [math.prod(sizes) for sizes in self._sizes.values()]
+        self._start = dict(zip(shapes, itertools.accumulate(widths, initial=0), strict=False))  # columns of rows
         self._projections: dict[Side, Tensor] = {}
         self._moments: dict[Side, Tensor] = {}
         self.parts: dict[str, Tensor] = {}  # of the rows of the batch under way, by parameter
+        self._small: list[Part] = []  # likewise, still to be shortened, all together
         self._pieces: list[Joined] = []  # likewise, side by side
         self._columns: dict[tuple[str, ...], Tensor] = {}  # where those of rows are in pieces of these parameters
         self.version = 0  # counts how often projections have been replaced
@@ -77,6 +82,7 @@ class Sketcher:
         self.take_late({name: [record] for name, record in records.items()}, epoch)
         parts, self.parts = self.parts, {}
         pieces, self._pieces = self._pieces, []
+        small, self._small = self._small, []
         names = tuple(name for piece in pieces for name in piece.names)
         if not parts and len(names) == len(self._shapes) == len(set(names)):
             rows_ND = pieces[0].rows_ND if len(pieces) == 1 else torch.cat([piece.rows_ND for piece in pieces], dim=1)
@@ -84,12 +90,23 @@ class Sketcher:
         for piece in pieces:
             for name, part_Nk in zip(piece.names, piece.rows_ND.split(self._widths(piece.names), 1), strict=True):
                 _add(parts, name, part_Nk)
+        if small:
+            return self._around(parts, small)
         like = next(iter(parts.values()))
         whole = [
             parts[name] if name in parts else like.new_zeros(len(like), math.prod(self._sizes[name]))
             for name in self._shapes
         ]
         return torch.cat(whole, dim=1)
+
+    def _around(self, parts: dict[str, Tensor], small: list[Part]) -> Tensor:
+        """Rows, with what small parameters add to these parts."""
+        width = sum(math.prod(sizes) for sizes in self._sizes.values())
+        rows_ND = small[0].a.new_zeros(len(small[0].a), width)
+        for name, part_Nk in parts.items():
+            rows_ND[:, self._start[name] : self._start[name] + part_Nk.shape[1]] = part_Nk
+        add_short_rows(small, rows_ND)
+        return rows_ND
 
     def add_piece(self, piece: Joined) -> None:
         """To the rows of the batch under way; it must not change until they are asked for."""
@@ -132,6 +149,7 @@ class Sketcher:
     def drop(self) -> None:
         """The batch under way broke off."""
         self.parts.clear()
+        self._small.clear()
         self._pieces.clear()
 
     def begin(self, epoch: int, like: Tensor) -> bool:
@@ -157,7 +175,20 @@ class Sketcher:
         return self._fitted and self._epoch % self._refresh == 0
 
     def _add(self, name: str, record: Record, parts: dict[str, Tensor] | None = None) -> None:
+        small = self._small_part(name, record) if parts is None and not self._gathering else None
+        if small is not None:
+            self._small.append(small)
+            return
         _add(self.parts if parts is None else parts, name, self._short(name, record, self._gathering))
+
+    def _small_part(self, name: str, record: Record) -> Part | None:
+        """What is done with a record, if that is little, and can be done together with others."""
+        factors, (q, p), (m, k) = factors_of(record), self._sides[name], self._sizes[name]
+        if factors is None or not takes(*factors, (p, q, k, m)):
+            return None
+        a, b = factors
+        right, left = self._unless_whole((name, "a"), p, a), self._unless_whole((name, "b"), q, a)
+        return Part(a, b, right, left, (p, q, k, m), self._start[name])
 
     def _short(self, name: str, record: Record, gathering: bool) -> Tensor:
         sizes, (q, p) = self._sizes[name], self._sides[name]
