@@ -227,10 +227,12 @@ def _peak(contender: str, name: str, batch: int, device: str, answers: Any) -> N
     # Compiles what will be needed: numba takes about 140 MiB, once, however large the model is.
     Ordering(4, batch_size=2, unit_size=1, world=World.simulated(2)).observe(torch.ones(2, 2, 3))
     small = nn.Sequential(nn.Conv2d(1, 1, 2), nn.Flatten(), nn.Linear(4, 1))
-    ordering = Ordering(4, batch_size=2, unit_size=1, world=World.simulated(2))
-    ordering.attach(small, source="ghost")
-    for _ in range(2):
-        small(torch.ones(2, 1, 3, 3)).sum().backward()
+    for source in ("ghost", "sketch"):
+        ordering = Ordering(4, batch_size=2, unit_size=1, world=World.simulated(2))
+        ordering.attach(small, source=source, fitted=False)
+        for _ in range(2):
+            small(torch.ones(2, 1, 3, 3)).sum().backward()
+        ordering.detach()
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing everything
     before = _resident("VmHWM")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -203,16 +203,26 @@ def check_count(layer: Layer, grads: Sequence[Tensor | None], num: int) -> None:
         )
 
 
-def check_sums(found: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
+class Miss(NamedTuple):
+    """By how much the examples' gradients miss that of the batch, and how long it is."""
+
+    error: float
+    length: float
+
+    @classmethod
+    def of(cls, found: Tensor, grad: Tensor) -> Miss:
+        return cls(float((found - grad).norm()), float(grad.norm()))
+
+
+def check_misses(misses: Mapping[str, Miss]) -> None:
     """Whether the examples' gradients add up to the batch's: if not, a parameter is used where nobody watches."""
     # Some gradients are zero but for rounding (the bias of an attention's keys), so the largest sets the scale.
-    noise = 1e-3 * max(float(grad.norm()) for grad in grads.values())
-    for name, grad in grads.items():
-        error = float((found[name] - grad).norm())
-        if error > 0.1 * float(grad.norm()) + noise:
+    noise = 1e-3 * max(miss.length for miss in misses.values())
+    for name, (error, length) in misses.items():
+        if error > 0.1 * length + noise:
             raise ValueError(
                 f"the gradients of single examples do not add up to that of the batch for the parameter {name!r} "
-                f"(they miss it by {error:.3g}, its length is {float(grad.norm()):.3g}): it is used somewhere "
+                f"(they miss it by {error:.3g}, its length is {length:.3g}): it is used somewhere "
                 "outside of its layer, where it cannot be watched; use the layer itself, or source='batch'"
             )
 

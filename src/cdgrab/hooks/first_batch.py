@@ -5,24 +5,35 @@ A weight may be used outside of its layer, where no hook sees it. Then the gradi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cdgrab.ghost.plan import check_sums
+from cdgrab.ghost.plan import Miss, check_misses
 from cdgrab.ghost.records import Record
+from cdgrab.hooks.engine import aside
 
 
 class FirstBatch:
-    """Compares sums of records with the gradients of the parameters, until they have been found equal once."""
+    """Compares sums of records with the gradients of the parameters, until they have been found equal once.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    A layer's records are there before the gradients of its parameters, so that these are compared as they come, and
+    nothing of them is kept.
+
+    Args:
+        parameters: That are trained, by name.
+        late: Those whose records come at the end of the pass.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], late: Collection[str]) -> None:
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        self._expected: dict[str, Tensor] = {}
+        self._late = late
         self._found: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}  # of those that come late
+        self._misses: dict[str, Miss] = {}
         self._handles: list[tuple[Tensor, Any]] = [
             (parameter, parameter.register_hook(partial(self._on_gradient, name)))
             for name, parameter in parameters.items()
@@ -35,8 +46,9 @@ class FirstBatch:
 
     def begin(self) -> None:
         """A pass; what one before left, which broke off, does not count."""
-        self._expected.clear()
         self._found.clear()
+        self._gradients.clear()
+        self._misses.clear()
 
     def add(self, name: str, record: Record, num: int) -> None:
         """What the record of a parameter says that its gradient is, or a part of it."""
@@ -46,18 +58,14 @@ class FirstBatch:
         record.add_to(self._found[name], like.new_ones(num))
 
     def finish(self) -> None:
-        """Compare, and be done with it; raises `ValueError` if there is a difference."""
-        grads = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in self._expected.items()}
-        wide = {name: torch.promote_types(grad.dtype, torch.float32) for name, grad in grads.items()}
-        found = {
-            name: self._found[name] if name in self._found else torch.zeros_like(grad, dtype=wide[name])
-            for name, grad in grads.items()
-        }
-        check_sums(found, grads)
+        """Compare what is left, and be done with it; raises `ValueError` if there is a difference."""
+        for name, grad in self._gradients.items():
+            self._compare(name, grad)
+        check_misses(self._misses)
         self.stop()
 
     def stop(self) -> None:
-        """Without having compared anything."""
+        """Without having compared everything."""
         self.begin()
         for parameter, handle in self._handles:
             handle.remove()
@@ -66,4 +74,15 @@ class FirstBatch:
         self._handles = []
 
     def _on_gradient(self, name: str, grad: Tensor) -> None:
-        self._expected[name] = grad.detach().clone()
+        if name in self._late:
+            self._gradients[name] = grad.detach().clone()
+        else:
+            with aside(grad.device):
+                self._compare(name, grad.detach())
+
+    def _compare(self, name: str, grad: Tensor) -> None:
+        grad = grad.to_dense() if grad.is_sparse else grad
+        found = self._found.pop(name, None)
+        if found is None:
+            found = torch.zeros_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+        self._misses[name] = Miss.of(found, grad)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cdgrab.ghost.convolved import Convolved
 from cdgrab.ghost.layers import Records, handler_of
 from cdgrab.ghost.passes import Called, Parts, Seen
-from cdgrab.ghost.plan import Layer, check_count, check_sums
+from cdgrab.ghost.plan import Layer, Miss, check_count, check_misses
 from cdgrab.ghost.records import Record, Rows, Summed, apart
 from cdgrab.ghost.sketch import Joined, Sketcher
 from cdgrab.hooks.convolution import Found, Given
@@ -49,7 +49,6 @@ class Recorder:
     ) -> None:
         self._ordering, self._mean, self._keeps, self._sketcher = ordering, mean, keeps, sketcher
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        self.first_batch = FirstBatch(parameters)
         # A parameter with several names, as with tied weights, goes by the first of them.
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._names = {
@@ -58,6 +57,10 @@ class Recorder:
             for key, parameter in layer.module.named_parameters(remove_duplicate=False)
             if parameter.requires_grad
         }
+        late = {
+            name for (layer, _), name in self._names.items() if layer not in {one.name for one in layers if one.known}
+        }
+        self.first_batch = FirstBatch(parameters, late)
         self._keys = [(layer.name, key) for layer in layers for key in own_parameters(layer.module)]
         self._trained_then: set[tuple[str, str]] | None = None  # in a pass that is made up for
         self._records: Parts = defaultdict(list)
@@ -191,8 +194,7 @@ class Recorder:
 
     def _hold_against(self, layer: Layer, found: Found, own: Found) -> None:
         """What a layer is given against what it finds itself, in the first pass."""
-        names = {key: self._names[layer.name, key] for key in own}
-        check_sums({names[key]: found[key] for key in own}, {names[key]: own[key] for key in own})
+        check_misses({self._names[layer.name, key]: Miss.of(found[key], grad) for key, grad in own.items()})
 
 
 def _worth_keeping(record: Record) -> Record:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cdgrab.ghost.layers import Records, differentiated, embedding, handler_of, linear, widened
-from cdgrab.ghost.plan import Layer, changed_in_place, check_count, check_sums, check_whole, find_layers
+from cdgrab.ghost.plan import Layer, Miss, changed_in_place, check_count, check_misses, check_whole, find_layers
 from cdgrab.ghost.records import Lookup, Record, Summed, write_rows
 from cdgrab.ghost.recurrent import Opened, Tap, called_with, opens, records_of
 
@@ -296,7 +296,7 @@ class ExampleRows:
                 handle.remove()
         writing.finish()
         if expected is not None:
-            check_sums({name: sums[name] for name in expected}, expected)
+            check_misses({name: Miss.of(sums[name], grad) for name, grad in expected.items()})
             self._checked = True
         return place_ND
 
