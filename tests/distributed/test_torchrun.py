@@ -1,4 +1,4 @@
-"""The examples run under torchrun as they stand."""
+"""The examples run as they stand: under torchrun, and in the loops of other libraries."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_examples_train_on_two_ranks(name: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def losses(*command: str) -> list[str]:
+    """What a program says of its epochs."""
     done = subprocess.run(
-        [*command, str(ROOT / "examples" / f"{name}.py")],
+        [sys.executable, *command],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -25,6 +24,46 @@ def test_examples_train_on_two_ranks(name: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr  # how far it came, too
-    losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+), imbalance 0\.\d+", done.stdout)]
-    assert len(losses) == 5
-    assert losses[-1] < losses[0] / 2
+    return re.findall(r"(epoch \d: loss [\d.]+, imbalance 0\.\d+)", done.stdout)
+
+
+def loss_of(line: str) -> float:
+    return float(line.split()[3].rstrip(","))
+
+
+def torchrun(name: str, *options: str) -> list[str]:
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return losses(*ranks, str(EXAMPLES / f"{name}.py"), *options)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_examples_train_on_two_ranks(name: str) -> None:
+    found = torchrun(name)
+    assert len(found) == 5
+    assert loss_of(found[-1]) < loss_of(found[0]) / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "checkpoint"),
+    [
+        ("with_lightning", "pytorch_lightning", "epoch=0.ckpt"),
+        ("with_trainer", "accelerate", "checkpoint-250"),
+    ],
+)
+def test_examples_train_in_the_loops_of_others_and_resume_exactly(
+    name: str, package: str, checkpoint: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(package)
+    program, options = str(EXAMPLES / f"{name}.py"), ["--epochs", "3", "--folder"]
+    straight = losses(program, *options, str(tmp_path / "straight"))
+    assert len(straight) == 3
+    assert loss_of(straight[-1]) < loss_of(straight[0]) / 2
+    saved = str(tmp_path / "straight" / checkpoint)
+    assert losses(program, *options, str(tmp_path / "resumed"), "--resume", saved) == straight[1:]
+    folder = str(tmp_path / "ranks")
+    if name == "with_lightning":  # it starts its ranks itself
+        on_ranks = losses(program, "--devices", "2", *options, folder)
+    else:
+        on_ranks = torchrun(name, *options, folder)
+    assert len(on_ranks) == 3
+    assert loss_of(on_ranks[-1]) < loss_of(on_ranks[0]) / 2
