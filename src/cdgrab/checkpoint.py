@@ -22,7 +22,13 @@ def pack(payload: dict[str, Any]) -> bytes:
 
 
 def unpack(
-    state: dict[str, Any], config: dict[str, Any], num_units: list[int], *, form: str, sketched: bool
+    state: dict[str, Any],
+    config: dict[str, Any],
+    num_units: list[int],
+    *,
+    form: str,
+    remembers: str | None,
+    sketched: bool,
 ) -> dict[str, Any]:
     """Check `state` and return what it packs, on the CPU; raises `ValueError` if it does not fit.
 
@@ -31,6 +37,7 @@ def unpack(
         config: What must agree.
         num_units: Units of each local worker.
         form: In which gradients come, in words.
+        remembers: What goes on from one epoch to the next, in words, if something does.
         sketched: Whether they are sketched.
     """
     missing = {"version", "config", "epoch", "payload"} - state.keys()
@@ -55,11 +62,11 @@ def unpack(
     for order, expected in zip(payload["orders"], num_units, strict=True):
         if not np.array_equal(np.sort(order.numpy()), np.arange(expected)):
             raise ValueError(f"the saved order is not a permutation of {expected} units; the state is damaged")
-    _check_source(payload, config["rule"], form=form, sketched=sketched)
+    _check_source(payload, form, remembers, sketched=sketched)
     return payload
 
 
-def _check_source(payload: dict[str, Any], rule: str, *, form: str, sketched: bool) -> None:
+def _check_source(payload: dict[str, Any], form: str, remembers: str | None, *, sketched: bool) -> None:
     """Whether gradients come as they did when the state was taken, or need not, since it was between two epochs."""
     if payload["form"] != form:
         found = f"gradients as {payload['form']}, and this ordering has them as {form}"
@@ -68,10 +75,8 @@ def _check_source(payload: dict[str, Any], rule: str, *, form: str, sketched: bo
             raise ValueError(
                 f"the state was taken within an epoch with {found}; {remedy}, or load a state taken between epochs"
             )
-        if rule != "greedy":
-            raise ValueError(
-                f"the state was taken with {found}, and rule {rule!r} goes on from earlier epochs; {remedy}"
-            )
+        if remembers is not None:
+            raise ValueError(f"the state was taken with {found}, and {remembers} goes on from earlier epochs; {remedy}")
     if (payload["sketch"] is not None) != sketched:
         kinds = {False: "without", True: "with a model attached by source='sketch'"}
         raise ValueError(

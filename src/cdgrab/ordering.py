@@ -301,6 +301,7 @@ class Ordering:
             self._config,
             [len(order) for order in self._orders],
             form=self._intake.form,
+            remembers=self._settings.remembers,
             sketched=self._sketcher is not None,
         )
         epoch = state["epoch"]

@@ -110,6 +110,13 @@ class Settings:
         return range(self.world.size) if self.coordinated else self.world.local_workers
 
     @cached_property
+    def remembers(self) -> str | None:
+        """What else than orders goes on from one epoch to the next, in words: draws of the rule, or a mean."""
+        if self.rule != "greedy":
+            return f"rule {self.rule!r}"
+        return f"order {self.order!r}" if isinstance(self.spec, Balanced) and not self.balances_pairs else None
+
+    @cached_property
     def pairs_are_steps(self) -> bool:
         """Whether what is done with the pairs of two steps is always the same."""
         return self.turns_per_batch == 1 and self.rule == "greedy"

@@ -21,6 +21,11 @@ Batch = dict[str, Record]  # by the name of the parameter
 Parts = dict[str, list[Record]]  # of each of its uses
 
 
+def is_from_outside(x: Tensor) -> bool:
+    """Whether somebody has it in hand, or what it is a view of: a buffer that is filled again, a trained parameter."""
+    return x.is_leaf or (x._is_view() and x._base is not None and x._base.is_leaf)
+
+
 class Called:
     """A layer that was called in a forward pass, with an input that must stay as it is until its gradient comes."""
 
@@ -62,8 +67,8 @@ class Seen(NamedTuple):
         return Seen(self.layer, at_home(self.x), at_home(self.grad), self.shape)
 
     def owned(self) -> Seen:
-        """With an input that nobody else has: one from outside may be a buffer that is filled again."""
-        return self if self.x.requires_grad else self._replace(x=self.x.clone())
+        """With an input that nobody else has."""
+        return self._replace(x=self.x.clone()) if is_from_outside(self.x) else self
 
     @property
     def nbytes(self) -> int:

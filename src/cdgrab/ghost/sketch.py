@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from cdgrab.balance.tables import has_kernels
 from cdgrab.ghost.convolved import Convolved
 from cdgrab.ghost.outer import MOST_DIRECTIONS, outer_sums, shortened
 from cdgrab.ghost.records import Lookup, Matrix, Record, Summed
-from cdgrab.ghost.together import Part, add_short_rows, factors_of, takes
+from cdgrab.ghost.together import Part, add_short_rows, factors_of, takes, versions
 from cdgrab.units import generator
 
 Side = tuple[str, str]  # parameter, and "a" or "b"
@@ -73,6 +74,7 @@ class Sketcher:
         self._moments: dict[Side, Tensor] = {}
         self.parts: dict[str, Tensor] = {}  # of the rows of the batch under way, by parameter
         self._small: list[Part] = []  # likewise, still to be shortened, all together
+        self._waiting = 0  # numbers of what these were made of
         self._pieces: list[Joined] = []  # likewise, side by side
         self._columns: dict[tuple[str, ...], Tensor] = {}  # where those of rows are in pieces of these parameters
         self.version = 0  # counts how often projections have been replaced
@@ -82,7 +84,7 @@ class Sketcher:
         self.take_late({name: [record] for name, record in records.items()}, epoch)
         parts, self.parts = self.parts, {}
         pieces, self._pieces = self._pieces, []
-        small, self._small = self._small, []
+        small, self._small, self._waiting = self._small, [], 0
         names = tuple(name for piece in pieces for name in piece.names)
         if not parts and len(names) == len(self._shapes) == len(set(names)):
             rows_ND = pieces[0].rows_ND if len(pieces) == 1 else torch.cat([piece.rows_ND for piece in pieces], dim=1)
@@ -101,8 +103,14 @@ class Sketcher:
 
     def _around(self, parts: dict[str, Tensor], small: list[Part]) -> Tensor:
         """Rows, with what small parameters add to these parts."""
+        if not all(part.is_unchanged for part in small):
+            raise ValueError(
+                "what a layer took or gave was changed in place during the backward pass, so that gradients cannot be "
+                "told apart; use an operation that is not in place"
+            )
         width = sum(math.prod(sizes) for sizes in self._sizes.values())
-        rows_ND = small[0].a.new_zeros(len(small[0].a), width)
+        types = [part.a.dtype for part in small] + [part_Nk.dtype for part_Nk in parts.values()]
+        rows_ND = small[0].a.new_zeros(len(small[0].a), width, dtype=reduce(torch.promote_types, types))
         for name, part_Nk in parts.items():
             rows_ND[:, self._start[name] : self._start[name] + part_Nk.shape[1]] = part_Nk
         add_short_rows(small, rows_ND)
@@ -149,7 +157,7 @@ class Sketcher:
     def drop(self) -> None:
         """The batch under way broke off."""
         self.parts.clear()
-        self._small.clear()
+        self._small, self._waiting = [], 0
         self._pieces.clear()
 
     def begin(self, epoch: int, like: Tensor) -> bool:
@@ -187,8 +195,12 @@ class Sketcher:
         if factors is None or not takes(*factors, (p, q, k, m)):
             return None
         a, b = factors
+        waiting = self._waiting + a.numel() + (0 if b is None else b.numel())
+        if waiting > _MOST_WAITING:
+            return None
+        self._waiting = waiting
         right, left = self._unless_whole((name, "a"), p, a), self._unless_whole((name, "b"), q, a)
-        return Part(a, b, right, left, (p, q, k, m), self._start[name])
+        return Part(a, b, right, left, (p, q, k, m), self._start[name], versions(a, b))
 
     def _short(self, name: str, record: Record, gathering: bool) -> Tensor:
         sizes, (q, p) = self._sizes[name], self._sides[name]
@@ -311,6 +323,7 @@ class Sketcher:
         self._moments = {side: tensor.clone() for side, tensor in state["moments"].items()}
 
 
+_MOST_WAITING = 1 << 20  # numbers of what small parameters saw, of which some may be large in batches
 _MOST_FITTED = 4096  # numbers of an input or output gradient whose second moments are gathered
 
 

@@ -35,6 +35,16 @@ class Part(NamedTuple):
     left_mq: Tensor | None
     sizes: tuple[int, int, int, int]  # p, q, k, m
     column: int  # the first of those that it goes to
+    versions: tuple[int, int]  # of `a` and `b`, which are others', and must stay as they are
+
+    @property
+    def is_unchanged(self) -> bool:
+        return self.versions == versions(self.a, self.b)
+
+
+def versions(a: Tensor, b: Tensor | None) -> tuple[int, int]:
+    """What changes when somebody changes them."""
+    return a._version, 0 if b is None else b._version
 
 
 def factors_of(record: Record) -> tuple[Tensor, Tensor | None] | None:
@@ -49,6 +59,9 @@ def factors_of(record: Record) -> tuple[Tensor, Tensor | None] | None:
 def takes(a: Tensor, b: Tensor | None, sizes: tuple[int, int, int, int]) -> bool:
     """Whether a parameter is small enough, and where compiled code can get at it."""
     p, q, k, m = sizes
+    # Somebody may have put another parameter in the place of one, and the loop would read on.
+    if a.shape[1] != (q * p if b is None else p) or (b is not None and b.shape[1] != q):
+        return False
     each = p * k + q * m + k * m if b is not None else q * p * k + m * q * k
     return (
         len(a) * each <= MOST_MULTIPLICATIONS

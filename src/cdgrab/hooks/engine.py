@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
@@ -24,20 +24,16 @@ def at_end_of_pass(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def goes_by(node: Any) -> bool:
-    """Whether the pass under way does, by the node of a parameter; not by none."""
-    try:
-        return node is not None and torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a parameter that `torch.autograd.grad` is asked for
-        return False
-
-
-def gets_gradient(parameter: nn.Parameter) -> bool:
-    """Whether the pass under way will leave one there."""
+def gets_gradient(parameter: Tensor, node: Any = None) -> bool:
+    """Whether the pass under way will leave one there, by this node, if it is at hand."""
     if not parameter.requires_grad:
         return False
-    # The node must not be kept: it belongs to the stream it was made on, and the next pass might come on another.
-    return goes_by(get_gradient_edge(parameter).node)
+    # A node must not be kept: it belongs to the stream it was made on, and the next pass might come on another.
+    node = get_gradient_edge(parameter).node if node is None else node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a parameter that `torch.autograd.grad` is asked for
+        return False
 
 
 def register(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cdgrab.ghost.layers import MIXES_EXAMPLES, differentiated, handler_of
-from cdgrab.ghost.passes import Called, Pass
+from cdgrab.ghost.passes import Called, Pass, is_from_outside
 from cdgrab.ghost.plan import (
     Layer,
     changed_in_place,
@@ -34,7 +34,6 @@ from cdgrab.hooks.engine import (
     at_end_of_pass,
     current_pass,
     gets_gradient,
-    goes_by,
     graph_is_kept,
     place_of,
     register,
@@ -161,7 +160,7 @@ class ExampleAttachment:
             copies: dict[int, Tensor] = {}
             args, kwargs = tree_map_only(
                 Tensor,
-                lambda leaf: leaf if leaf.requires_grad else copies.setdefault(id(leaf), leaf.clone()),
+                lambda leaf: copies.setdefault(id(leaf), leaf.clone()) if is_from_outside(leaf) else leaf,
                 (args, kwargs),
             )
             call = _Call(layer, args, kwargs, [None] * count, _versions(args, kwargs))
@@ -228,7 +227,7 @@ class ExampleAttachment:
         self._used.clear()
         self._take_back()
         self._task = current_pass()
-        self._is_batch = not self._detached and (goes_by(sink) or self._leaves_gradients())
+        self._is_batch = not self._detached and self._leaves_gradients(sink)
         self._num = self._ordering._examples_due()
         self._graph_stays = graph_is_kept()
         self._recorder.begin(self._num)
@@ -237,8 +236,10 @@ class ExampleAttachment:
         if self._is_batch:  # otherwise somebody asks for gradients of something else, with torch.autograd.grad
             at_end_of_pass(self._on_end_of_backward)
 
-    def _leaves_gradients(self) -> bool:
-        """Whether the pass under way does, in a parameter: in the one that got one before, or else in any."""
+    def _leaves_gradients(self, sink: Any) -> bool:
+        """Whether the pass under way does, in a parameter: in that of a node, the one that got one before, or any."""
+        if sink is not None and gets_gradient(sink.variable, sink):
+            return True
         found = next((p for p in (self._sink, *self._trainable) if gets_gradient(p)), None)
         self._sink = self._sink if found is None else found
         return found is not None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cdgrab.ghost.convolved import Convolved
 from cdgrab.ghost.layers import Records, handler_of
-from cdgrab.ghost.passes import Called, Parts, Seen
+from cdgrab.ghost.passes import Called, Parts, Seen, is_from_outside
 from cdgrab.ghost.plan import Layer, Miss, check_count, check_misses
 from cdgrab.ghost.records import Record, Rows, Summed, apart
 from cdgrab.ghost.sketch import Joined, Sketcher
@@ -87,8 +87,7 @@ class Recorder:
         self.looked_at += seen.nbytes
         sums: Found | None = None if given is None else {}
         with aside(grad.device):
-            # An input from outside may be a buffer that is filled again.
-            self._take(seen, self._num, sums=sums, own=self._keeps and not seen.x.requires_grad)
+            self._take(seen, self._num, sums=sums, own=self._keeps and is_from_outside(seen.x))
         if given is not None and sums is not None:
             check = partial(self._hold_against, called.layer) if self.first_batch.under_way else None
             given.leave(grad, sums, check)

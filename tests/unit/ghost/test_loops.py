@@ -534,3 +534,50 @@ def test_a_tensor_between_layers_may_be_asked_about_first(source: str) -> None:
         torch.autograd.grad(h.square().sum(), h)
         cross_entropy(out, y).backward()
     assert ordering.epoch == 1
+
+
+@pytest.mark.parametrize("source", ["ghost", "per_example", "sketch"])
+def test_inputs_that_are_views_of_what_is_trained_are_as_they_were(source: str) -> None:
+    def orders(copied: bool) -> list[list[int]]:
+        torch.manual_seed(1)
+        mix, out = nn.Linear(6, 6).double(), nn.Linear(6, 4).double()
+        prompt = randn(6, seed=3).double().requires_grad_()  # is no parameter of what is attached
+        ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)
+        ordering.attach(nn.ModuleList([mix, out]), source=source, length=40)
+        found = []
+        for _ in range(18):
+            batch = torch.from_numpy(ordering.remaining()[:4])
+            asked = prompt.expand(4, -1)
+            cross_entropy(out(torch.tanh(mix(asked.clone() if copied else asked) + X[batch])), Y[batch]).backward()
+            with torch.no_grad():
+                prompt.neg_()
+            found.append(ordering.order.tolist())
+        return found
+
+    assert orders(copied=False) == orders(copied=True)
+
+
+def test_parameters_that_are_frozen_before_the_backward_pass() -> None:
+    net = model()
+    ordering = Ordering(24, batch_size=4, unit_size=1)
+    ordering.attach(net, source="ghost")
+    for _ in range(2):
+        cross_entropy(net(X[:4]), Y[:4]).backward()
+    loss = cross_entropy(net(X[:4]), Y[:4])
+    net.requires_grad_(False)
+    loss.backward()
+    assert len(ordering.remaining()) == 16  # nothing was left in them, and it was no batch
+
+
+@pytest.mark.parametrize("source", ["ghost", "per_example", "sketch"])
+def test_a_use_that_leaves_no_gradient_is_noticed_whenever_it_comes(source: str) -> None:
+    """A layer runs once while it is frozen: that output's gradient comes after the gradients of its parameters."""
+    first, twice, last = (nn.Linear(6, width).double() for width in (6, 6, 4))
+    ordering = Ordering(24, batch_size=4, unit_size=1)
+    ordering.attach(nn.ModuleList([first, twice, last]), source=source, length=10**6)
+    hidden = torch.tanh(first(X[:4]))
+    twice.requires_grad_(False)
+    hidden = torch.tanh(twice(hidden))
+    twice.requires_grad_(True)
+    with pytest.raises(ValueError, match="do not add up to that of the batch for the parameter '1"):
+        cross_entropy(last(twice(hidden)), Y[:4]).backward()

@@ -93,3 +93,48 @@ def test_a_pass_that_breaks_off_leaves_nothing() -> None:
     assert sketcher._small
     sketcher.drop()
     torch.testing.assert_close(sketcher(records, 0), expected)
+
+
+def test_only_so_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = build("mlp", 5)
+    records, shapes = recorded(model, x, y)
+    whole, _, many = both_ways(records, shapes, 40, monkeypatch)
+    monkeypatch.setattr("cdgrab.ghost.sketch._MOST_WAITING", 150)
+    found, _, few = both_ways(records, shapes, 40, monkeypatch)
+    assert 0 < few < many
+    torch.testing.assert_close(found, whole)
+
+
+def test_rows_of_several_types_are_of_the_widest(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"one": torch.Size((4,)), "other": torch.Size((4,))}
+    records: dict[str, Record] = {"one": Rows(randn(3, 4)), "other": Rows(randn(3, 4, seed=1).double())}
+    found, expected, _ = both_ways(records, shapes, 4, monkeypatch)
+    assert found.dtype == expected.dtype == torch.float64
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_gradient_that_is_changed_in_place_is_refused() -> None:
+    layer, last = torch.nn.Linear(5, 6), torch.nn.Linear(6, 3)
+    ordering = Ordering(12, batch_size=4, unit_size=1)
+    ordering.attach(torch.nn.ModuleList([layer, last]), source="sketch", length=30, fitted=False)
+    x, y = randn(4, 5), torch.arange(4) % 3
+    torch.nn.functional.cross_entropy(last(layer(x)), y).backward()
+    hidden = layer(x)
+    hidden.register_hook(_shrink)
+    with pytest.raises(ValueError, match="changed in place"):
+        torch.nn.functional.cross_entropy(last(hidden), y).backward()
+
+
+def _shrink(grad: Tensor) -> None:
+    grad.mul_(0.1)
+
+
+def test_another_parameter_in_the_place_of_one_is_not_read_beyond_its_end() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(5, 64), torch.nn.ReLU(), torch.nn.Linear(64, 40))
+    ordering = Ordering(12, batch_size=4, unit_size=1)
+    ordering.attach(model, source="sketch", length=50, fitted=False)
+    x, y = randn(4, 5), torch.arange(4) % 2
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    model[2].weight, model[2].bias = torch.nn.Parameter(randn(2, 64)), torch.nn.Parameter(randn(2))
+    with pytest.raises(RuntimeError, match="shape"):
+        torch.nn.functional.cross_entropy(model(x), y).backward()
