@@ -1,4 +1,4 @@
-"""Balanced data ordering with Lightning, on one device or on many, with checkpoints.
+"""Balanced data ordering with Lightning (pip install pytorch-lightning), on one device or on many, with checkpoints.
 
     python examples/with_lightning.py [--devices 2] [--resume CHECKPOINT]
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--resume", help="a checkpoint that Lightning has written")
-    parser.add_argument("--folder", default="lightning", help="where checkpoints go")
+    parser.add_argument("--folder", default="results/lightning", help="where checkpoints go")
     options = parser.parse_args()
     pl.seed_everything(0, verbose=False)  # the same model on every rank
     trainer = pl.Trainer(

@@ -3,8 +3,8 @@
     python examples/with_trainer.py [--resume CHECKPOINT]
     torchrun --nproc-per-node=2 examples/with_trainer.py [--resume CHECKPOINT]
 
-The lines marked `cdgrab` are all it takes. The loader is made here and not prepared by Accelerate, which would deal the
-batches out once more; the model is attached when the Trainer has wrapped it.
+Needs transformers and accelerate. The lines marked `cdgrab` are all it takes. The loader is made here and not prepared
+by Accelerate, which would deal the batches out once more; the model is attached when the Trainer has wrapped it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--resume", help="a checkpoint that the Trainer has written")
-    parser.add_argument("--folder", default="trainer", help="where checkpoints go")
+    parser.add_argument("--folder", default="results/trainer", help="where checkpoints go")
     options = parser.parse_args()
     torch.manual_seed(0)  # the same model on every rank
     arguments = TrainingArguments(

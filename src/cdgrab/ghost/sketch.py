@@ -323,7 +323,7 @@ class Sketcher:
         self._moments = {side: tensor.clone() for side, tensor in state["moments"].items()}
 
 
-_MOST_WAITING = 1 << 20  # numbers of what small parameters saw, of which some may be large in batches
+_MOST_WAITING = 1 << 20  # numbers, of inputs and output gradients that are to be shortened together
 _MOST_FITTED = 4096  # numbers of an input or output gradient whose second moments are gathered
 
 
