@@ -182,10 +182,13 @@ def spent(layer: Layer) -> RuntimeError:
     )
 
 
-def changed_in_place(layer: Layer) -> ValueError:
-    """For tensors that are no longer what the layer saw."""
+def changed_in_place(layer: Layer | str) -> ValueError:
+    """For tensors that are no longer what the layer saw, or the layer of the parameter with this name."""
+    who = (
+        f"the layer of {layer!r}" if isinstance(layer, str) else f"layer {layer.name!r} ({type(layer.module).__name__})"
+    )
     return ValueError(
-        f"what layer {layer.name!r} ({type(layer.module).__name__}) took or gave was changed in place, so that its "
+        f"what {who} took or gave was changed in place, so that its "
         "gradients cannot be told apart; use an operation that is not in place"
     )
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from cdgrab.balance.tables import has_kernels
 from cdgrab.ghost.convolved import Convolved
 from cdgrab.ghost.outer import MOST_DIRECTIONS, outer_sums, shortened
+from cdgrab.ghost.plan import changed_in_place
 from cdgrab.ghost.records import Lookup, Matrix, Record, Summed
 from cdgrab.ghost.together import Part, add_short_rows, factors_of, takes, versions
 from cdgrab.units import generator
@@ -103,11 +104,9 @@ class Sketcher:
 
     def _around(self, parts: dict[str, Tensor], small: list[Part]) -> Tensor:
         """Rows, with what small parameters add to these parts."""
-        if not all(part.is_unchanged for part in small):
-            raise ValueError(
-                "what a layer took or gave was changed in place during the backward pass, so that gradients cannot be "
-                "told apart; use an operation that is not in place"
-            )
+        for part in small:
+            if not part.is_unchanged:
+                raise changed_in_place(part.name)
         width = sum(math.prod(sizes) for sizes in self._sizes.values())
         types = [part.a.dtype for part in small] + [part_Nk.dtype for part_Nk in parts.values()]
         rows_ND = small[0].a.new_zeros(len(small[0].a), width, dtype=reduce(torch.promote_types, types))
@@ -200,7 +199,7 @@ class Sketcher:
             return None
         self._waiting = waiting
         right, left = self._unless_whole((name, "a"), p, a), self._unless_whole((name, "b"), q, a)
-        return Part(a, b, right, left, (p, q, k, m), self._start[name], versions(a, b))
+        return Part(name, a, b, right, left, (p, q, k, m), self._start[name], versions(a, b))
 
     def _short(self, name: str, record: Record, gathering: bool) -> Tensor:
         sizes, (q, p) = self._sizes[name], self._sides[name]

@@ -29,6 +29,7 @@ MOST_MULTIPLICATIONS = 1_600_000
 class Part(NamedTuple):
     """What a parameter adds to rows: `outer(left @ b, right @ a)`, or `left @ rows @ right.T`."""
 
+    name: str
     a: Tensor  # `N x p`, or rows: `N x (q * p)`
     b: Tensor | None  # `N x q`
     right_kp: Tensor | None  # without it that side is taken as it is

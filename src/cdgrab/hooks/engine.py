@@ -62,7 +62,7 @@ def _aside(device: torch.device) -> Iterator[None]:
 
 
 def aside(device: torch.device) -> AbstractContextManager[None]:
-    """Without history and in full precision, which `backward()` may have been called otherwise; mostly it was not."""
+    """Where nothing gets a history and precision is full, however `backward()` was called; mostly that is so anyway."""
     if torch.is_grad_enabled() or _any_autocast():
         return _aside(device)
     return nullcontext()

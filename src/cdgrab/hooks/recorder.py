@@ -57,9 +57,8 @@ class Recorder:
             for key, parameter in layer.module.named_parameters(remove_duplicate=False)
             if parameter.requires_grad
         }
-        late = {
-            name for (layer, _), name in self._names.items() if layer not in {one.name for one in layers if one.known}
-        }
+        unknown = {layer.name for layer in layers if not layer.known}
+        late = {name for (layer, _), name in self._names.items() if layer in unknown}
         self.first_batch = FirstBatch(parameters, late)
         self._keys = [(layer.name, key) for layer in layers for key in own_parameters(layer.module)]
         self._trained_then: set[tuple[str, str]] | None = None  # in a pass that is made up for
@@ -132,8 +131,7 @@ class Recorder:
             check_count(seen.layer, [grad], num)
         inputs = seen.x.detach()
         if grad.dtype != torch.float32:
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            grad = grad.to(wide)
+            grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
         if inputs.dtype != grad.dtype and inputs.is_floating_point():
             inputs = inputs.to(grad.dtype)
         records = handler(seen.layer.module, inputs, grad, num)

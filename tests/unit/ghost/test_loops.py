@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -393,34 +392,6 @@ def test_layers_that_are_not_always_used(source: str) -> None:
     assert sorted(ordering.order.tolist()) == list(range(24))
 
 
-def test_gradients_asked_for_otherwise_are_no_batch() -> None:
-    net = model()
-    ordering = Ordering(24, batch_size=4, unit_size=1)
-    ordering.attach(net, source="ghost")
-    x = X[:4].clone().requires_grad_()
-    torch.autograd.grad(net(x).sum(), x)
-    assert len(ordering.remaining()) == 24
-    cross_entropy(net(X[:4]), Y[:4]).backward()
-    assert len(ordering.remaining()) == 20
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("widths", [[6, 4], [6, 9, 4]], ids=["one layer", "two"])
-def test_gradients_of_inputs_alone_between_batches_are_no_batch(widths: list[int], bias: bool) -> None:
-    net = nn.Sequential(*[nn.Linear(p, q, bias=bias) for p, q in itertools.pairwise(widths)]).double()
-    ordering = Ordering(24, batch_size=4, unit_size=1)
-    ordering.attach(net, source="ghost")
-    x, last = X[:4].clone().requires_grad_(), net[-1].weight
-    assert isinstance(last, Tensor)
-    for batch in range(0, 4, 2):
-        cross_entropy(net(x), Y[:4]).backward()
-        net(x).sum().backward(inputs=[x])
-        torch.autograd.grad(net(x).sum(), [x, last])
-        assert len(ordering.remaining()) == 20 - 4 * batch
-        cross_entropy(net(x), Y[:4]).backward(inputs=[last])  # of some of the parameters it is one
-        assert len(ordering.remaining()) == 16 - 4 * batch
-
-
 def test_identical_examples_and_a_rule_that_takes_roots() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 4))
@@ -555,29 +526,3 @@ def test_inputs_that_are_views_of_what_is_trained_are_as_they_were(source: str) 
         return found
 
     assert orders(copied=False) == orders(copied=True)
-
-
-def test_parameters_that_are_frozen_before_the_backward_pass() -> None:
-    net = model()
-    ordering = Ordering(24, batch_size=4, unit_size=1)
-    ordering.attach(net, source="ghost")
-    for _ in range(2):
-        cross_entropy(net(X[:4]), Y[:4]).backward()
-    loss = cross_entropy(net(X[:4]), Y[:4])
-    net.requires_grad_(False)
-    loss.backward()
-    assert len(ordering.remaining()) == 16  # nothing was left in them, and it was no batch
-
-
-@pytest.mark.parametrize("source", ["ghost", "per_example", "sketch"])
-def test_a_use_that_leaves_no_gradient_is_noticed_whenever_it_comes(source: str) -> None:
-    """A layer runs once while it is frozen: that output's gradient comes after the gradients of its parameters."""
-    first, twice, last = (nn.Linear(6, width).double() for width in (6, 6, 4))
-    ordering = Ordering(24, batch_size=4, unit_size=1)
-    ordering.attach(nn.ModuleList([first, twice, last]), source=source, length=10**6)
-    hidden = torch.tanh(first(X[:4]))
-    twice.requires_grad_(False)
-    hidden = torch.tanh(twice(hidden))
-    twice.requires_grad_(True)
-    with pytest.raises(ValueError, match="do not add up to that of the batch for the parameter '1"):
-        cross_entropy(last(twice(hidden)), Y[:4]).backward()
