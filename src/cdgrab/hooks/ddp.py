@@ -124,14 +124,21 @@ class DdpAttachment:
             return self._on_stream(sorter, numbers, buffer, turn)
         future: Future[Tensor] = Future()
 
+        # Ending an epoch takes collectives, and a rank that has left its loop may close its connections. So the pass
+        # waits for them. Within an epoch training goes on, and the signs have time until the next step needs the store.
+        ends_epoch = turn is not None and turn.ends_epoch
+
         def job() -> None:
             try:
                 self._exchange(sorter, numbers, buffer)
+                if ends_epoch:
+                    self._end_turn(sorter, turn)
             except BaseException as error:
                 future.set_exception(error)  # type: ignore[arg-type]
                 raise
-            future.set_result(buffer)  # training goes on; the signs have time until the next step needs the store
-            self._end_turn(sorter, turn)
+            future.set_result(buffer)
+            if not ends_epoch:
+                self._end_turn(sorter, turn)
 
         self._jobs = [job for job in self._jobs if not job.done() or job.exception()]
         self._jobs.append(self._thread.submit(job))
