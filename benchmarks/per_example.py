@@ -1,19 +1,22 @@
-"""What gradients of single examples cost in a training step: ghost records, sketches and torch.func against none.
+"""What gradients of single examples cost in a training step: sketches and rows against none, and against rivals.
 
-    python -m benchmarks.per_example [--models mlp lenet ...] [--batches 32 128] [--rounds N]
+    python -m benchmarks.per_example [--models mlp lenet ...] [--batches 32 128] [--rounds N] [--before SRC]
 
-A step is forward, backward and the optimizer's; every example is a worker of its own, so that a pair takes two steps.
-Every contender runs in a process of its own for its peak memory, and in turns with the others for its seconds.
+A step is forward, backward and the optimizer's; every example of a batch has a lane of its own. Every contender runs in
+a process of its own, all of them in turns. `SRC` is the `src` folder of an older checkout, whose `ghost` and `sketch`
+then take part (commit f25ed79; `git worktree add` makes one).
 Opacus is optional: pip install --no-deps opacus opt_einsum
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import importlib.util
+import os
 import statistics
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -30,12 +33,20 @@ from cdgrab import Ordering, World, per_example_grads
 MOST_NUMBERS = {"cpu": 1 << 30, "cuda": 1 << 34}  # of rows
 HUNGRY = ("rows", "opacus", "vmap")
 STEPS = {"cpu": 4, "cuda": 20}  # of a contender in a round, at least
+PAUSE = 0.3  # seconds, until threads of the one before have gone to sleep
 ROUND = 0.2  # seconds of a contender's steps in a round, about
 SIZES = {"transformer-3m": (256, 4), "transformer-30m": (640, 6)}
 MODELS = ["mlp", "lenet", "adapters", "lstm", "encoder-3m", *SIZES]
 IMPOSSIBLE = {("opacus", "lstm"), ("opacus", "encoder-3m")}  # it has layers of its own for these
-CONTENDERS = ["plain", "ghost", "sketch", "rows", "opacus", "vmap"]
+CONTENDERS = ["plain", "sketch", "rows", "opacus", "vmap"]
+BEFORE = ["before: ghost", "before: sketch"]  # of an older checkout
 FLOOR = "hooks"  # of everything that watches layers: hooks that do nothing
+ATTACH: dict[str, dict[str, Any]] = {
+    "sketch": {"source": "sketch"},
+    "rows": {"source": "per_example"},
+    "before: ghost": {"source": "ghost"},
+    "before: sketch": {"source": "sketch", "fitted": False},  # as in epochs that gathered nothing
+}
 
 
 class Lenet(nn.Module):
@@ -155,9 +166,8 @@ def stepper(contender: str, name: str, batch: int, device: str) -> Callable[[], 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=1e-4, momentum=0.9)
     ordering = Ordering(batch * 10**4, batch_size=batch, unit_size=1, world=World.simulated(batch))
-    sources = {"ghost": "ghost", "sketch": "sketch", "rows": "per_example"}
-    if contender in sources:
-        ordering.attach(model, source=sources[contender], fitted=False)  # as in epochs that gather nothing
+    if contender in ATTACH:
+        ordering.attach(model, **ATTACH[contender])
     if contender == FLOOR:
         _watch(model)
     if contender == "opacus":
@@ -197,54 +207,69 @@ def _watch(model: nn.Module) -> None:
             module.register_forward_hook(after)
 
 
-def peak(contender: str, name: str, batch: int, device: str) -> float:
-    """MiB at the peak of some steps, above what was there before the model.
+class Contender:
+    """A process that takes steps when it is asked to. It is started with the library that it is about."""
 
-    A GPU counts its own memory, with what cuBLAS takes for itself, as in a process that does nothing else; on the CPU
-    such a process is needed.
-    """
-    import torch.multiprocessing as mp
+    def __init__(self, contender: str, name: str, batch: int, device: str, before: Path | None) -> None:
+        here = Path(__file__).parents[1]
+        library = before if contender in BEFORE and before is not None else here / "src"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.per_example", "--serve", contender, name, str(batch), device],
+            env={**os.environ, "PYTHONPATH": f"{library}:{here}"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.peak = float(self._answer())  # MiB of some steps, above what was there before the model
 
-    if device == "cuda":
-        gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        _some_steps(contender, name, batch, device)
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-    context = mp.get_context("spawn")
-    answers: Any = context.Queue()
-    process = context.Process(target=_peak, args=(contender, name, batch, device, answers))
-    process.start()
-    found: float = answers.get()
-    process.join()
-    return found
+    def seconds(self, steps: int) -> float:
+        """Per step, of so many steps."""
+        assert self._process.stdin is not None
+        print(steps, file=self._process.stdin, flush=True)
+        return float(self._answer()) / steps
+
+    def end(self) -> None:
+        """Let it go."""
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("a contender has failed; what it said is above")
+        return line
 
 
-def _peak(contender: str, name: str, batch: int, device: str, answers: Any) -> None:
-    torch.set_num_threads(2)
+def serve(contender: str, name: str, batch: int, device: str) -> None:
+    """In a process of its own: say how much memory steps take, then how long, as often as asked."""
     warnings.simplefilter("ignore")
-    # Compiles what will be needed: numba takes about 140 MiB, once, however large the model is.
-    Ordering(4, batch_size=2, unit_size=1, world=World.simulated(2)).observe(torch.ones(2, 2, 3))
-    small = nn.Sequential(nn.Conv2d(1, 1, 2), nn.Flatten(), nn.Linear(4, 1))
-    for source in ("ghost", "sketch"):
-        ordering = Ordering(4, batch_size=2, unit_size=1, world=World.simulated(2))
-        ordering.attach(small, source=source, fitted=False)
-        for _ in range(2):
-            small(torch.ones(2, 1, 3, 3)).sum().backward()
-        ordering.detach()
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing everything
-    before = _resident("VmHWM")
-    _some_steps(contender, name, batch, device)
-    answers.put(_resident("VmHWM") - before)
-
-
-def _some_steps(contender: str, name: str, batch: int, device: str) -> None:
-    """Pairs, and on a GPU enough of them for recordings to have been made."""
+    if device == "cpu":
+        torch.set_num_threads(2)
+        _compile_all()
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing everything
+        before = _resident("VmHWM")
     step = stepper(contender, name, batch, device)
     for _ in range(4 if device == "cpu" else 12):
         step()
+    print(_resident("VmHWM") - before if device == "cpu" else torch.cuda.max_memory_allocated() / 2**20, flush=True)
+    for line in sys.stdin:
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(int(line)):
+            step()
+        _wait(device)
+        print(time.perf_counter() - start, flush=True)
+
+
+def _compile_all() -> None:
+    """What will be needed: numba takes about 140 MiB, once, however large the model is."""
+    Ordering(4, batch_size=2, unit_size=1, world=World.simulated(2)).observe(torch.ones(2, 2, 3))
+    small = nn.Sequential(nn.Conv2d(1, 1, 2), nn.Flatten(), nn.Linear(4, 1))
+    ordering = Ordering(4, batch_size=2, unit_size=1, world=World.simulated(2))
+    ordering.attach(small, source="sketch")
+    for _ in range(2):
+        small(torch.ones(2, 1, 3, 3)).sum().backward()
 
 
 def _resident(what: str) -> float:
@@ -253,31 +278,29 @@ def _resident(what: str) -> float:
     return int(next(line for line in lines if line.startswith(what)).split()[1]) / 2**10
 
 
-def measure(name: str, batch: int, rounds: int, device: str, contenders: list[str]) -> list[list[str]]:
+def measure(
+    name: str, batch: int, rounds: int, device: str, contenders: list[str], before: Path | None
+) -> list[list[str]]:
     """Rows of the table for one model and batch."""
     dim = sum(parameter.numel() for parameter in make(name, 1, "cpu")[0].parameters() if parameter.requires_grad)
     if 2 * batch * dim > MOST_NUMBERS[device]:  # rows of two steps
         contenders = [contender for contender in contenders if contender not in HUNGRY]
     contenders = [contender for contender in contenders if (contender, name) not in IMPOSSIBLE]
-    steps = {contender: stepper(contender, name, batch, device) for contender in contenders}
+    running = {contender: Contender(contender, name, batch, device, before) for contender in contenders}
     seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
     counts = dict.fromkeys(contenders, STEPS[device])
     for turn in range(rounds + 1):
         first = turn % len(contenders)
         for contender in contenders[first:] + contenders[:first]:
-            _wait(device)
-            start = time.perf_counter()
-            for _ in range(counts[contender]):
-                steps[contender]()
-            _wait(device)
-            seconds[contender].append((time.perf_counter() - start) / counts[contender])
+            time.sleep(PAUSE)
+            running[contender].seconds(2)  # what others left in caches is gone
+            seconds[contender].append(running[contender].seconds(counts[contender]))
         if turn == 0:  # it warms up, and says how many steps a round has; whole pairs of them
             counts = {key: max(STEPS[device], int(ROUND / took[0]) // 2 * 2) for key, took in seconds.items()}
             seconds = {contender: [] for contender in contenders}
-    del steps
-    memory = {contender: peak(contender, name, batch, device) for contender in contenders}
     rows = []
     for contender in contenders:
+        running[contender].end()
         ratio = statistics.median(a / b for a, b in zip(seconds[contender], seconds["plain"], strict=True))
         rows.append(
             [
@@ -286,8 +309,8 @@ def measure(name: str, batch: int, rounds: int, device: str, contenders: list[st
                 contender,
                 f"{statistics.median(seconds[contender]) * 1e3:.1f}",
                 f"{ratio:.2f}x",
-                f"{memory[contender]:.0f}",
-                f"{memory[contender] / memory['plain']:.2f}x",
+                f"{running[contender].peak:.0f}",
+                f"{running[contender].peak / running['plain'].peak:.2f}x",
             ]
         )
         print(" ".join(rows[-1]), flush=True)
@@ -305,9 +328,17 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 128])
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=[*CONTENDERS, FLOOR])
+    parser.add_argument("--before", type=Path, help="the src folder of an older checkout")
+    parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
+    if options.serve:
+        contender, name, batch, device = options.serve
+        serve(contender, name, int(batch), device)
+        return
+    if options.before is not None:
+        options.contenders += BEFORE
     if importlib.util.find_spec("opacus") is None and "opacus" in options.contenders:
         print("opacus is not installed and is left out")
         options.contenders.remove("opacus")
@@ -316,19 +347,19 @@ def main() -> None:
         row
         for name in options.models
         for batch in options.batches
-        for row in measure(name, batch, options.rounds, options.device, options.contenders)
+        for row in measure(name, batch, options.rounds, options.device, options.contenders, options.before)
     ]
     header = ["model", "batch", "gradients", "ms per step", "vs plain", "peak MiB", "vs plain"]
     body = (
         f"Milliseconds per training step, median of {options.rounds} rounds of at least {STEPS[options.device]} steps, "
-        f"or as many as take about {ROUND} s; ratios within a round. `plain` orders nothing; `ghost` is "
-        "`attach(model, source='ghost')`; `rows` is `source='per_example'`; `vmap` "
-        "is `per_example_grads` with `observe`, which replaces the backward pass; `opacus` is its per-sample gradients "
-        "with `observe`; `sketch` is `source='sketch'` with about 1,024 numbers per example, in an epoch that fits "
-        f"nothing; `hooks` are hooks that do nothing. "
+        f"or as many as take about {ROUND} s; ratios within a round. `plain` orders nothing; `sketch` is "
+        "`attach(model, source='sketch')` with its default length; `rows` is `source='per_example'`; `vmap` is "
+        "`per_example_grads` with `observe`, which replaces the backward pass; `opacus` is its per-sample gradients "
+        "with `observe`; `hooks` are hooks that do nothing. Those with `before` are of an older checkout: `ghost`, and "
+        "`sketch` with 1,024 numbers in an epoch that fits nothing. "
         f"A contender whose rows would take more than {MOST_NUMBERS[options.device] * 4 / 2**30:.0f} GiB is "
-        "left out. Every example is a worker. Peak memory above what there was before the model was made, numba "
-        "loaded: of a process, or of the GPU, workspaces of cuBLAS included.\n\n" + report.table(header, rows)
+        "left out. Every example of a batch has a lane of its own. Peak memory of a process, above what there was "
+        "before the model was made and with numba loaded, or all of the GPU's.\n\n" + report.table(header, rows)
     )
     some = "" if options.models == MODELS else "_" + "_".join(options.models)
     report.write(f"per_example{some}", "Gradients of single examples", body)

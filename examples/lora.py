@@ -39,7 +39,7 @@ def train(order: str, epochs: int = 15) -> float:
 
     ordering = cdgrab.Ordering(dataset, batch_size=4, unit_size=1, order=order, seed=0)
     loader = DataLoader(dataset, batch_size=4, sampler=ordering.sampler)
-    ordering.attach(model, source="ghost")  # only what is trained is balanced
+    ordering.attach(model, source="sketch")  # only what is trained is balanced
     if order == "cd-grab":
         print(ordering.explain(model, x[:4]))
     for _ in range(epochs):

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from _inputs import randn
-from cdgrab import Ordering, World, flat_grad
-from cdgrab.ghost import Record
-from cdgrab.ghost.pairs import RunningSum
-from cdgrab.hooks.ghost import ExampleAttachment
+from cdgrab import Ordering, flat_grad
+from cdgrab.per_example.capture import ExampleCapture
+from cdgrab.per_example.factors import Factors
 
 
 class Lenet(nn.Module):
@@ -165,31 +164,42 @@ def one_by_one(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def recorded(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> tuple[dict[str, Record], Any]:
+class Collected:
+    """A builder of rows that keeps the factors it is given."""
+
+    def __init__(self) -> None:
+        self.factors: dict[str, list[Factors]] = {}
+
+    def add(self, name: str, factors: Factors) -> None:
+        self.factors.setdefault(name, []).append(factors)
+
+    def finish(self) -> Tensor:
+        return torch.zeros(0)
+
+    def drop(self) -> None:
+        self.factors.clear()
+
+
+def factors_of(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> dict[str, list[Factors]]:
+    """What a backward pass leaves of every parameter, use by use; gradients as of a sum over examples."""
     ordering = Ordering(len(x), batch_size=len(x), unit_size=1, order="rr")
-    caught: list[Any] = []
-    attachment = ExampleAttachment(ordering, model, lambda *found: caught.append(found), mean=reduction == "mean")
+    collected = Collected()
+    capture = ExampleCapture(ordering, model, collected, mean=reduction == "mean")
+    capture.observe = lambda rows: None
     cross_entropy(model(x), y, reduction=reduction).backward()
-    attachment.detach()
-    [(turn, shapes)] = caught
+    capture.detach()
     # A mean loss gives every example its share of the gradient.
     share = len(x) if reduction == "mean" else 1
-    return {key: record.scaled(share) for key, record in turn.records().items()}, shapes
+    return {name: [factors.scaled(share) for factors in uses] for name, uses in collected.factors.items()}
 
 
-def summed(parts: dict[str, Tensor]) -> RunningSum:
-    """A running sum of these parts, which it shares."""
-    running_sum = RunningSum()
-    running_sum.parts = parts
-    return running_sum
-
-
-def orders_of_an_mlp() -> list[list[int]]:
-    """After two epochs with source 'ghost'."""
-    model, x, y = build("mlp", 24)
-    ordering = Ordering(24, batch_size=3, unit_size=1, world=World.simulated(3), seed=3)
-    ordering.attach(model, source="ghost")
-    while ordering.epoch < 2:
-        batch = torch.from_numpy(ordering.remaining()[:3])
-        cross_entropy(model(x[batch]), y[batch]).backward()
-    return [order.tolist() for order in ordering.orders]
+def rows_of(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean", **how: Any) -> Tensor:
+    """What an ordering that is attached to the model observes: whole rows, or sketches with `source="sketch"`."""
+    ordering = Ordering(len(x), batch_size=len(x), unit_size=1, order="rr", seed=how.pop("seed", 0))
+    ordering.attach(model, reduction=reduction, **{"source": "per_example", **how})
+    caught: list[Tensor] = []
+    vars(ordering._attachment)["observe"] = caught.append
+    cross_entropy(model(x), y, reduction=reduction).backward()
+    ordering.detach()
+    [rows] = caught
+    return rows * len(x) if reduction == "mean" else rows

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-VERSION = 3
+VERSION = 4
 
 
 def pack(payload: dict[str, Any]) -> bytes:
@@ -28,7 +28,6 @@ def unpack(
     *,
     form: str,
     remembers: str | None,
-    sketched: bool,
 ) -> dict[str, Any]:
     """Check `state` and return what it packs, on the CPU; raises `ValueError` if it does not fit.
 
@@ -38,7 +37,6 @@ def unpack(
         num_units: Units of each local worker.
         form: In which gradients come, in words.
         remembers: What goes on from one epoch to the next, in words, if something does.
-        sketched: Whether they are sketched.
     """
     missing = {"version", "config", "epoch", "payload"} - state.keys()
     if missing:
@@ -62,11 +60,11 @@ def unpack(
     for order, expected in zip(payload["orders"], num_units, strict=True):
         if not np.array_equal(np.sort(order.numpy()), np.arange(expected)):
             raise ValueError(f"the saved order is not a permutation of {expected} units; the state is damaged")
-    _check_source(payload, form, remembers, sketched=sketched)
+    _check_source(payload, form, remembers)
     return payload
 
 
-def _check_source(payload: dict[str, Any], form: str, remembers: str | None, *, sketched: bool) -> None:
+def _check_source(payload: dict[str, Any], form: str, remembers: str | None) -> None:
     """Whether gradients come as they did when the state was taken, or need not, since it was between two epochs."""
     if payload["form"] != form:
         found = f"gradients as {payload['form']}, and this ordering has them as {form}"
@@ -77,9 +75,3 @@ def _check_source(payload: dict[str, Any], form: str, remembers: str | None, *, 
             )
         if remembers is not None:
             raise ValueError(f"the state was taken with {found}, and {remembers} goes on from earlier epochs; {remedy}")
-    if (payload["sketch"] is not None) != sketched:
-        kinds = {False: "without", True: "with a model attached by source='sketch'"}
-        raise ValueError(
-            f"the state was taken {kinds[payload['sketch'] is not None]}, and this ordering is "
-            f"{kinds[sketched]}; attach the model before loading"
-        )

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _LITTLE_LEFT = 1 << 28  # bytes
 
@@ -44,22 +43,3 @@ def recording(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any | Non
 def _apart(device: torch.device) -> torch.cuda.Stream:
     """One for all recordings: libraries take memory for every stream they see."""
     return torch.cuda.Stream(device)
-
-
-def at_home(tensor: Tensor) -> Tensor:
-    """A copy that stays where it is, for recordings to read."""
-    return tensor.clone()  # laid out as it is, if it is dense
-
-
-class Copies:
-    """Copying to some tensors, from others that are laid out as these are; what can be, in one launch."""
-
-    def __init__(self, theres: list[Tensor], heres: list[Tensor]) -> None:
-        groups: dict[tuple[torch.dtype, bool], list[int]] = {}
-        for place, (there, here) in enumerate(zip(theres, heres, strict=True)):
-            groups.setdefault((there.dtype, there.stride() == here.stride()), []).append(place)
-        self._groups = [([theres[place] for place in places], places) for places in groups.values()]
-
-    def __call__(self, heres: list[Tensor]) -> None:
-        for theres, places in self._groups:
-            torch._foreach_copy_(theres, [heres[place] for place in places])

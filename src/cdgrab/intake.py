@@ -8,7 +8,7 @@ rows are sorted together.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +16,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cdgrab.exchange import BoolArray, Exchange, Local, Sharded, ShardedPairs, name_of
-from cdgrab.ghost.sorter import GhostPairs
 from cdgrab.order import Free
 from cdgrab.settings import Settings
 from cdgrab.sorter import RowSorter, SignSorter, make_sorter
 from cdgrab.units import Units, generator
 
-AnySorter = RowSorter | ShardedPairs | GhostPairs
+AnySorter = RowSorter | ShardedPairs
+
+
+class Sketched(NamedTuple):
+    """What short rows are like."""
+
+    length: int
+    watched: int  # numbers at their end that are witnesses
 
 
 class Intake:
@@ -31,16 +37,16 @@ class Intake:
     Args:
         settings: Of the ordering.
         exchange: Brings rows of other workers.
-        records: Whether gradients come as records, which need a sorter of their own and go there directly.
+        sketched: What rows are like if they are sketches.
 
     Attributes:
         sorter: None for orders without gradients; their rows are checked and left alone.
     """
 
-    def __init__(self, settings: Settings, exchange: Exchange, *, records: bool = False) -> None:
+    def __init__(self, settings: Settings, exchange: Exchange, *, sketched: Sketched | None = None) -> None:
         self._settings = settings
         self._exchange = exchange
-        self.records = records
+        self.sketched = sketched
         self._dim: int | None = None  # of the rows so far
         self._dtype: torch.dtype | None = None
         self._device: torch.device | None = None
@@ -49,21 +55,13 @@ class Intake:
     @property
     def form(self) -> str:
         """In which gradients come to the sorter, in words: those of another form mean nothing to it."""
-        if self.records:
-            return "records of layers (source='ghost')"
+        rows = "rows" if self.sketched is None else f"sketches of {self.sketched.length} numbers"
         name = name_of(self._exchange)
-        return "rows of one process" if name is None else f"rows (exchange {name!r})"
+        return f"{rows} of one process" if name is None else f"{rows} (exchange {name!r})"
 
     def start_epoch(self, epoch: int, units: Units) -> None:
         if self.sorter is not None:
             self.sorter.start_epoch(epoch, units.visits(self._settings.sorted_workers))
-
-    def switch(self, *, records: bool, epoch: int, units: Units) -> None:
-        """Gradients come as records from now on, or no longer."""
-        if self.sorter is not None and records != self.records:
-            self.records = records
-            self.sorter = self._new_sorter()
-            self.start_epoch(epoch, units)
 
     def checked(self, rows: Tensor) -> Tensor:
         """Rows of any form that users may pass, as `N x D`, of the type and on the device of the first that came."""
@@ -101,14 +99,6 @@ class Intake:
             rows_mLD = rows_mLD.flatten(0, 1)
         self._sort(self.sorter, rows_mLD, None if counts_Lm is None else counts_Lm.T)
 
-    def steps_together(self, rows_ND: Tensor) -> int:
-        """Of how many steps rows like these had better come together."""
-        world = self._settings.world
-        alone = world.one_process or world.size == 1
-        if not (rows_ND.is_cuda and alone and isinstance(self.sorter, SignSorter)):
-            return 1
-        return self.sorter.turns_together(rows_ND) // self._settings.turns_per_batch
-
     def state_dict(self) -> dict[str, Any]:
         return {
             "form": self.form,
@@ -119,8 +109,9 @@ class Intake:
 
     def load_state_dict(self, state: dict[str, Any], epoch: int, units: Units) -> None:
         """To be called before any row has come. One form takes over from another only between epochs."""
-        self._dim = state["dim"]
-        self._dtype = None if state["dtype"] is None else getattr(torch, state["dtype"])
+        if state["form"] == self.form:
+            self._dim = state["dim"]
+            self._dtype = None if state["dtype"] is None else getattr(torch, state["dtype"])
         if self.sorter is not None and state["form"] == self.form:
             self.sorter.load_state_dict(state["sorter"])
         else:
@@ -132,11 +123,10 @@ class Intake:
             return None
         # Ranks that balance alone sort one worker each; their draws must differ all the same.
         rngs = [generator(settings.seed, worker, "rule") for worker in settings.sorted_workers]
-        if self.records:
-            return GhostPairs(len(rngs), settings.make_rule(rngs[0]))
         if isinstance(self._exchange, Sharded):
             return ShardedPairs(len(rngs), self._exchange, settings.make_rule(rngs[0]))
-        return make_sorter(settings.spec, rngs, settings.make_rule, settings.block)
+        watched = 0 if self.sketched is None else self.sketched.watched
+        return make_sorter(settings.spec, rngs, settings.make_rule, settings.block, watched)
 
     def _settle_on(self, device: torch.device) -> None:
         """Rows stay on the device of the first of them; a loaded state, which is on the CPU, follows."""
@@ -149,7 +139,6 @@ class Intake:
                 self.sorter = sorter
 
     def _sort(self, sorter: AnySorter, rows_mLD: Tensor, counts_mL: BoolArray | None) -> None:
-        assert not isinstance(sorter, GhostPairs)
         settings, world = self._settings, self._settings.world
         if settings.coordinated and world.size > 1 and isinstance(self._exchange, Local) and not world.one_process:
             raise ValueError(

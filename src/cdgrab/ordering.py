@@ -16,13 +16,12 @@ from cdgrab.agreement import check_digest
 from cdgrab.arguments import whole_number
 from cdgrab.balance.rules import RuleMaker
 from cdgrab.balance.tally import Tally
-from cdgrab.exchange import ExchangeMaker
-from cdgrab.ghost.passes import Pass, Seen
-from cdgrab.ghost.sorter import GhostPairs
+from cdgrab.exchange import ExchangeMaker, Gather, Sharded
 from cdgrab.hooks import Attachment, Turn
-from cdgrab.intake import AnySorter, Intake
+from cdgrab.intake import AnySorter, Intake, Sketched
 from cdgrab.metrics import Meter
 from cdgrab.order import Free
+from cdgrab.per_example.sketch import DEFAULT_LENGTH
 from cdgrab.progress import Progress
 from cdgrab.sampler import OrderedSampler
 from cdgrab.settings import Settings
@@ -105,6 +104,7 @@ class Ordering:
         self._progress = Progress(self._units, 0, self._orders)
         settings.check_ranks(self._config, exchange)
         self._exchange, self._group = settings.make_exchange(exchange)
+        self._by_default = exchange is None
         self._intake = Intake(settings, self._exchange)
         self._intake.start_epoch(0, self._units)
         self.sampler = OrderedSampler(self, range(settings.num_examples))
@@ -191,8 +191,7 @@ class Ordering:
         *,
         source: str = "batch",
         reduction: str = "mean",
-        length: int = 1024,
-        fitted: bool = True,
+        length: int = DEFAULT_LENGTH,
         hook: Callable[..., Any] | None = None,
         hook_state: Any = None,
     ) -> None:
@@ -202,14 +201,11 @@ class Ordering:
             model: A `DistributedDataParallel` model, one to which `fully_shard` has been applied, or, in one process,
                 any module.
             source: What a unit's gradient is. `"batch"`: what a backward pass leaves, so a unit is a batch, or several
-                that are accumulated (`no_sync`). `"ghost"`: the gradient of every single example (`unit_size=1`),
-                from what the layers of the model have seen, exactly, and written down only where that is cheaper; one
-                process, with any number of simulated workers. `"per_example"`: the same, written down as rows, for any
-                number of ranks and any exchange. `"sketch"`: a short row for every example, made from projections;
-                cheap to find and to send, and not exact.
+                that are accumulated (`no_sync`). For single examples (`unit_size=1`): `"sketch"`, a short row for every
+                example that keeps nearly all of the gain, or `"per_example"`, the whole gradient of every example:
+                exact, and `examples x parameters` numbers for every batch.
             reduction: For single examples, what the loss does with the batch: `"mean"` or `"sum"`.
-            length: Of a sketch: about how many numbers a row has.
-            fitted: Whether the projections of a sketch follow the data, or are random.
+            length: How many numbers a sketch has, a power of two. Longer ones are closer to exact, and cost more.
             hook: A communication hook that is to average gradients instead of the all-reduce
                 (`DistributedDataParallel` only); it must not have been registered.
             hook_state: The state of that hook.
@@ -218,32 +214,29 @@ class Ordering:
             raise ValueError("the ordering is attached to a model already; call detach() first")
         from cdgrab.hooks.attach import attach  # pulls in DDP and FSDP, which not everyone needs
 
-        self._attachment = attach(self, model, source, reduction, length, fitted, hook, hook_state)
+        self._attachment = attach(self, model, source, reduction, length, hook, hook_state)
 
-    def explain(self, model: nn.Module, *inputs: Any) -> str:
-        """How `attach(model, source="ghost")` would find gradients of single examples: a table, layer by layer.
+    def explain(self, model: nn.Module, *inputs: Any, length: int = DEFAULT_LENGTH) -> str:
+        """What `attach(model, source="sketch")` makes of a model: a table, layer by layer, with costs.
 
         Args:
             model: The model.
             inputs: Its arguments for some batch, so that costs can be told; a forward pass is made.
+            length: Of the sketches.
         """
-        from cdgrab.ghost.plan import explain
+        from cdgrab.per_example.explain import explain
 
-        return explain(model, self.batch_size, inputs)
+        return explain(model, length, inputs)
 
     def detach(self) -> None:
         """Stop observing. The model is left as it would be without ordering."""
         if self._attachment is None:
             raise ValueError("the ordering is not attached to a model")
         self._settle()
-        if self._intake.records and self._progress.turns:
-            raise ValueError(
-                f"{self._progress.turns} turns of this epoch have been observed as records, which nothing else can "
-                "continue; detach between epochs, or call set_epoch() first"
-            )
         self._attachment.detach()
         self._attachment = None
-        self._balance_records(False)
+        if self._intake.sketched and not self._progress.turns:
+            self._take_rows()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` with what has been observed so far. Does nothing if `epoch` is the current one."""
@@ -284,7 +277,6 @@ class Ordering:
             "payload": checkpoint.pack(
                 {
                     **self._intake.state_dict(),
-                    "sketch": None if self._sketcher is None else self._sketcher.state_dict(),
                     "orders": [torch.from_numpy(order) for order in self._orders],
                     "progress": self._progress.state_dict(),
                     "metrics": self._meter.figures,
@@ -302,28 +294,19 @@ class Ordering:
             [len(order) for order in self._orders],
             form=self._intake.form,
             remembers=self._settings.remembers,
-            sketched=self._sketcher is not None,
         )
         epoch = state["epoch"]
         units = self._settings.deal(epoch)
         orders = [order.numpy() for order in payload["orders"]]
         progress = Progress(units, epoch, orders)
         progress.load_state_dict(payload["progress"])
-        intake = Intake(self._settings, self._exchange, records=self._intake.records)
+        intake = Intake(self._settings, self._exchange, sketched=self._intake.sketched)
         intake.load_state_dict(payload, epoch, units)
-        if self._sketcher is not None:
-            self._sketcher.load_state_dict(payload["sketch"])
         # Nothing can fail any more.
         self._epoch, self._units, self._orders, self._progress, self._intake = epoch, units, orders, progress, intake
         self._meter.figures, self._meter.seconds = payload["metrics"], payload["seconds"]
 
     # For attachments
-
-    @property
-    def _sketcher(self) -> Any:
-        """What has a state: of whole rows nothing has to be known."""
-        sketcher = getattr(self._attachment, "sketcher", None)
-        return None if sketcher is None or sketcher.whole else sketcher
 
     @property
     def _sorter(self) -> AnySorter | None:
@@ -349,41 +332,18 @@ class Ordering:
         else:
             self._observe(row_D)
 
-    def _balance_records(self, wanted: bool) -> None:
-        """Rows come as records from now on, or no longer."""
-        self._intake.switch(records=wanted, epoch=self._epoch, units=self._units)
+    def _take_rows(self, sketched: Sketched | None = None) -> None:
+        """Rows that come from now on are whole, or sketches. Short rows are gathered, by default."""
+        if self._by_default and isinstance(self._exchange, Sharded if sketched else Gather):
+            name = "gather" if sketched else None
+            self._exchange, self._group = self._settings.make_exchange(name)
+        self._intake = Intake(self._settings, self._exchange, sketched=sketched)
+        self._intake.start_epoch(self._epoch, self._units)
 
     def _examples_due(self) -> int:
         """How many examples the batch under way has, if units are single examples."""
-        held, turns = getattr(self._attachment, "held", None), self._settings.turns_per_batch
-        done = self._progress.turns + (0 if held is None else held.steps * turns)
-        return min(turns, self._units.num_slots - done) * len(self.world.local_workers)
-
-    @property
-    def _batches_left(self) -> int:
-        """Of this epoch, with all that have been handed over and are not observed yet."""
-        return -((self._progress.turns - self._units.num_slots) // self._settings.turns_per_batch)
-
-    def _steps_together(self, rows_ND: Tensor) -> int:
-        """Of how many steps rows like these had better come together."""
-        return self._intake.steps_together(rows_ND)
-
-    @property
-    def _looks_later(self) -> bool:
-        """Whether turns had better come with what layers saw, and not with records."""
-        return self._settings.pairs_are_steps and isinstance(self._sorter, GhostPairs) and self._sorter.looks_later
-
-    def _keep_seen(self, seen: list[Seen], start: int) -> list[Seen]:
-        """Copies of layers of the pass under way, if records will be made of copies."""
-        return self._sorter.keep(seen, start) if isinstance(self._sorter, GhostPairs) and seen else seen
-
-    def _observe_records(self, turn: Pass, shapes: dict[str, torch.Size]) -> None:
-        with self._meter.timed():
-            step = self._progress.next_step(None, self._settings.turns_per_batch)  # layers have been counted
-            if isinstance(self._sorter, GhostPairs):
-                self._sorter.add(turn, shapes, step.turns, None if step.counts_Lm is None else step.counts_Lm.T)
-            self._progress.record(step)
-        self._end_epoch_if_due()
+        turns = min(self._settings.turns_per_batch, self._units.num_slots - self._progress.turns)
+        return turns * len(self.world.local_workers)
 
     def _settle(self) -> None:
         """Wait for what an attached model has handed over. No collective is started: ranks may ask at any time."""

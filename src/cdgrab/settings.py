@@ -116,11 +116,6 @@ class Settings:
             return f"rule {self.rule!r}"
         return f"order {self.order!r}" if isinstance(self.spec, Balanced) and not self.balances_pairs else None
 
-    @cached_property
-    def pairs_are_steps(self) -> bool:
-        """Whether what is done with the pairs of two steps is always the same."""
-        return self.turns_per_batch == 1 and self.rule == "greedy"
-
     @property
     def ranks_meet(self) -> bool:
         """Whether there are other ranks to talk to. A world made by hand, for tests and studies, has none."""

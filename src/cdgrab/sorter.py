@@ -17,7 +17,7 @@ from cdgrab.balance import compiled
 from cdgrab.balance.balancer import Balancer, Signs
 from cdgrab.balance.recorded import LONG_ROW, RecordedBlocks
 from cdgrab.balance.rules import RuleMaker
-from cdgrab.balance.tally import Tally
+from cdgrab.balance.tally import Tally, Witness
 from cdgrab.decisions import Decisions
 from cdgrab.grads.centring import CENTRINGS
 from cdgrab.order import Balanced, Herded
@@ -73,6 +73,7 @@ class SignSorter:
         rngs: A random generator for every worker whose rows come in.
         make_rule: Makes the rule of one running sum from a random generator.
         block: Rows to collect before balancing; by default as many as fill about 4 MiB.
+        watched: Numbers at the end of a row that are witnesses (`cdgrab.balance.tally`).
     """
 
     def __init__(
@@ -81,10 +82,13 @@ class SignSorter:
         rngs: list[np.random.Generator],
         make_rule: RuleMaker,
         block: int | None = None,
+        watched: int = 0,
     ) -> None:
         self._workers = self._tiled = np.arange(len(rngs))
         self._centring = CENTRINGS[spec.centring](len(rngs))
-        self._balancers = [Balancer(make_rule(rng)) for rng in (rngs[:1] if spec.coordinated else rngs)]
+        self._balancers = [
+            Balancer(make_rule(rng), watched=watched) for rng in (rngs[:1] if spec.coordinated else rngs)
+        ]
         if len(self._balancers) == 1:
             self._balancers[0].blocks = RecordedBlocks()
         self._block = block
@@ -143,7 +147,8 @@ class SignSorter:
         return self.decisions.arrange(worker, visited_N, unvisited_M)
 
     def tallies(self) -> list[Tally]:
-        return [balancer.tally.settled() for balancer in self._balancers]
+        settled = [(balancer, balancer.tally.settled()) for balancer in self._balancers]
+        return [balancer.witness.seen_by(tally) if balancer.watched else tally for balancer, tally in settled]
 
     def _flush(self) -> None:
         """Balance the rows that wait."""
@@ -219,6 +224,7 @@ class SignSorter:
             "decisions": self.decisions.state_dict(),
             "running_sums": [balancer.running_sum.clone() for balancer in self._balancers],
             "tallies": [asdict(balancer.tally.settled()) for balancer in self._balancers],
+            "witnesses": [balancer.witness.state_dict() for balancer in self._balancers],
             "rules": [balancer.rule.state_dict() for balancer in self._balancers],
         }
 
@@ -232,6 +238,7 @@ class SignSorter:
         for i, balancer in enumerate(self._balancers):
             balancer.running_sum = state["running_sums"][i].clone()
             balancer.tally = Tally(**state["tallies"][i])
+            balancer.witness = Witness(**state["witnesses"][i])
             balancer.rule.load_state_dict(state["rules"][i])
 
 
@@ -276,12 +283,16 @@ class HerdingSorter:
 
 
 def make_sorter(
-    spec: Balanced | Herded, rngs: list[np.random.Generator], make_rule: RuleMaker, block: int | None = None
+    spec: Balanced | Herded,
+    rngs: list[np.random.Generator],
+    make_rule: RuleMaker,
+    block: int | None = None,
+    watched: int = 0,
 ) -> RowSorter:
-    """The sorter of an order that needs gradients."""
+    """The sorter of an order that needs gradients; the last `watched` numbers of a row are witnesses."""
     if isinstance(spec, Herded):
         return HerdingSorter(len(rngs))
-    return SignSorter(spec, rngs, make_rule, block)
+    return SignSorter(spec, rngs, make_rule, block, watched)
 
 
 def _compiled(rows: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +22,7 @@ def net() -> nn.Module:
 
 def epochs(ordering: Ordering, model: nn.Module, source: str, per_step: int) -> list[list[list[int]]]:
     """Orders of all local workers after each of three epochs, without training: gradients stay as they are."""
-    ordering.attach(model, source=source, length=30)
+    ordering.attach(model, source=source, length=32)
     orders = []
     for _ in range(3):
         epoch = ordering.epoch
@@ -34,15 +33,13 @@ def epochs(ordering: Ordering, model: nn.Module, source: str, per_step: int) -> 
     return orders
 
 
-def on_a_rank(exchange: str, source: str) -> list[list[list[int]]]:
+def on_a_rank(exchange: str | None, source: str) -> list[list[list[int]]]:
     ordering = Ordering(26, batch_size=2, unit_size=1, exchange=exchange)
     return epochs(ordering, DistributedDataParallel(net()), source, 2)
 
 
-@pytest.mark.parametrize(
-    ("exchange", "source"), [("sharded", "per_example"), ("gather", "sketch"), ("server", "sketch")]
-)
-def test_orders_are_those_of_the_simulation(exchange: str, source: str) -> None:
+@pytest.mark.parametrize(("exchange", "source"), [("sharded", "per_example"), (None, "sketch"), ("server", "sketch")])
+def test_orders_are_those_of_the_simulation(exchange: str | None, source: str) -> None:
     size = 3
     ranks = run_ranks(size, on_a_rank, exchange, source)
     alone = Ordering(26, batch_size=2 * size, unit_size=1, world=World.simulated(size))
@@ -51,15 +48,18 @@ def test_orders_are_those_of_the_simulation(exchange: str, source: str) -> None:
         assert [orders[epoch][0] for orders in ranks] == expected[epoch]
 
 
-def ghost() -> str:
+def sharded_sketches() -> tuple[str, str]:
     ordering = Ordering(26, batch_size=2, unit_size=1)
-    try:
-        ordering.attach(DistributedDataParallel(net()), source="ghost")
-    except ValueError as error:
-        dist.barrier()
-        return str(error)
-    return "no error"
+    ordering.attach(DistributedDataParallel(net()), source="sketch")
+    form = ordering._intake.form  # how they travel by default
+    ordering.detach()
+    other = Ordering(26, batch_size=2, unit_size=1, exchange="sharded")
+    with pytest.raises(ValueError, match="sketches are short") as error:
+        other.attach(DistributedDataParallel(net()), source="sketch")
+    return form, str(error.value)
 
 
-def test_ghost_is_for_one_process() -> None:
-    assert all("there are 2 ranks; use source 'per_example'" in message for message in run_ranks(2, ghost))
+def test_sketches_are_gathered() -> None:
+    for form, error in run_ranks(2, sharded_sketches):
+        assert form == "sketches of 1024 numbers (exchange 'gather')"
+        assert "leave exchange= out, or make the ordering with 'gather'" in error

@@ -137,7 +137,7 @@ def with_a_wrong_order(payload: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda state: state.update(version=99), "the state has version 99, this release of cdgrab reads version 3"),
+        (lambda state: state.update(version=99), "the state has version 99, this release of cdgrab reads version 4"),
         (lambda state: state.pop("payload"), "not the state of an ordering: payload missing"),
         (lambda state: state.update(payload=state["payload"][:500]), "the state is damaged and cannot be read"),
         (lambda state: state.update(payload=with_a_wrong_order(state["payload"])), "not a permutation of 11 units"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from benchmarks import exchange, pace, ranks, report, scaling, step
+from benchmarks import exchange, pace, ranks, report, scaling, sketch_quality, sketch_tasks, step
 from benchmarks.sorter import blocked, loop, new_sorter
 
 from _inputs import randn
@@ -35,10 +36,33 @@ def test_exchanges_are_measured() -> None:
 
 
 def test_steps_are_measured() -> None:
-    [(name, count, seconds, own)] = ranks.launch(step.on_a_rank, 2, ["mlp"], 1)
-    assert (name, count) == ("mlp", 1_863_690)
-    assert all(len(times) == 1 and times[0] > 0 for times in seconds.values())
-    assert own > 0
+    [(name, count, found)] = ranks.launch(step.on_a_rank, 2, ["small-mlp"], step.KINDS, 1)
+    assert (name, count) == ("small-mlp", 396_210)
+    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds, _ in found.values())
+    # 16 examples with 1,024 numbers each, and a byte that says whether each is a unit, to one other rank.
+    assert found["sketch"].sent == 16 * 1024 * 4 + 16
+    assert found["plain"].sent == 0
+
+
+def test_shares_of_a_gain() -> None:
+    exact = [1.0, 2.0, 3.0]
+    assert sketch_quality.share_of([0.5, 1.0, 1.5], exact) == pytest.approx((0.5, 0.5, 0.5))
+    share, low, high = sketch_quality.share_of([1.0, 2.0, 1.5], exact)
+    assert share == pytest.approx(0.75)
+    assert low < 0.75 < high
+
+
+def test_epochs_to_a_loss() -> None:
+    assert sketch_quality.reached({"losses": [4.0, 2.0, 1.0]}, 3.0) == 1.5
+    assert sketch_quality.reached({"losses": [4.0, 2.0, 1.0]}, 5.0) == 1
+    assert sketch_quality.reached({"losses": [4.0, 2.0, 1.0]}, 0.5) == 3
+
+
+def test_losses_of_a_small_task() -> None:
+    task = replace(sketch_tasks.TASKS["softmax"], epochs=2)
+    for order, attach in sketch_quality.contenders(before=False).values():
+        first, second = sketch_tasks.losses(task, Path(), 0, order, attach)
+        assert 0 < second < first < 1
 
 
 def test_paces_are_measured() -> None:

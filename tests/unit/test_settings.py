@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from cdgrab import ORDERS, World
-from cdgrab.balance.rules import RuleMaker, find_rule
+from cdgrab.balance.rules import RuleMaker
 from cdgrab.exchange import Local
 from cdgrab.settings import Settings
 
@@ -54,14 +54,6 @@ def test_rows_come_from_all_workers_that_decide_together(world: World, together:
 )
 def test_turns_are_units_of_a_worker(world: World, unit_size: int, turns: int) -> None:
     assert settings(world=world, unit_size=unit_size).turns_per_batch == turns
-
-
-def test_pairs_are_steps_only_if_a_step_is_one_turn_and_the_rule_draws_nothing() -> None:
-    assert settings(unit_size=None).pairs_are_steps
-    assert settings(world=World.simulated(12)).pairs_are_steps
-    assert not settings().pairs_are_steps
-    assert not settings(unit_size=None, rule="walk").pairs_are_steps
-    assert not settings(unit_size=None, rule=find_rule("greedy")).pairs_are_steps  # nobody knows what it does
 
 
 @pytest.mark.parametrize("order", ORDERS)

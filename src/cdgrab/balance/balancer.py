@@ -13,7 +13,7 @@ from torch import Tensor
 from cdgrab.balance import compiled, tables
 from cdgrab.balance.recorded import RecordedBlocks
 from cdgrab.balance.rules import FloatArray, Rule
-from cdgrab.balance.tally import Tally
+from cdgrab.balance.tally import Tally, Witness
 from cdgrab.order.fill import SignArray
 
 Signs = SignArray | Tensor
@@ -42,11 +42,13 @@ class Balancer:
     tally: Tally = field(default_factory=Tally)
     scratch: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
     blocks: RecordedBlocks | None = None  # for what is the same every time
+    watched: int = 0  # numbers at the end of a row that are witnesses, and take no part in the decisions
+    witness: Witness = field(default_factory=Witness)
 
     def start_epoch(self, epoch: int, num_rows: int) -> None:
         """Begin at a running sum of zero."""
         self.running_sum.zero_()
-        self.tally = Tally()
+        self.tally, self.witness = Tally(), Witness()
         self.rule.start_epoch(epoch, num_rows)
 
     def balance(self, rows_KD: Tensor, minus_KD: Tensor | None = None) -> Signs:
@@ -56,6 +58,14 @@ class Balancer:
         """
         if len(rows_KD) == 0:
             return np.empty(0, dtype=np.int8)
+        if self.watched:
+            whole = rows_KD if minus_KD is None else rows_KD - minus_KD
+            signs = self._balance(whole[:, : -self.watched], None)
+            self.witness.add(whole[:, -self.watched :], signs)
+            return signs
+        return self._balance(rows_KD, minus_KD)
+
+    def _balance(self, rows_KD: Tensor, minus_KD: Tensor | None) -> Signs:
         self._make_room(rows_KD)
         if rows_KD.device.type != "cpu":
             return self._balance_blocks(rows_KD, minus_KD)
@@ -72,10 +82,18 @@ class Balancer:
 
         Turns may have two dimensions, if they are balanced by compiled code.
         """
+        if self.watched:
+            w = self.watched
+            signs = self._balance_turns(rows_mWD[..., :-w], minus_mWD[..., :-w])
+            self.witness.add((rows_mWD[..., -w:] - minus_mWD[..., -w:]).reshape(-1, w), signs)
+            return signs
+        return self._balance_turns(rows_mWD, minus_mWD)
+
+    def _balance_turns(self, rows_mWD: Tensor, minus_mWD: Tensor) -> Signs:
         if rows_mWD.device.type == "cpu" and compiled.available():
             return self._turns_compiled(rows_mWD, minus_mWD)
         if not tables.takes_blocks(rows_mWD, minus_mWD):
-            signs = [self.balance(rows, minus) for rows, minus in zip(rows_mWD, minus_mWD, strict=True)]
+            signs = [self._balance(rows, minus) for rows, minus in zip(rows_mWD, minus_mWD, strict=True)]
             late = [part for part in signs if isinstance(part, Tensor)]
             return torch.cat(late) if late else np.concatenate(signs)
         self._make_room(rows_mWD)

@@ -1,15 +1,23 @@
-"""What a balancer saw in an epoch: the raw material of `metrics()`."""
+"""What a balancer saw in an epoch: the raw material of `metrics()`.
+
+Balancing makes the running sum short in the numbers that decide signs. If these are a sketch, the whole running sum is
+longer than its sketch: the two figures cannot be compared. So a part of every sketch, its witnesses, takes no part in
+the decisions, and `Witness` measures the running sum in them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cdgrab.balance.rules import FloatArray
+from cdgrab.order.fill import SignArray
 
+WITNESS_SHARE = 8  # one in so many numbers of a sketch is a witness
 _MANY = 1024  # pieces that are joined, so that an epoch does not leave thousands of tiny ones
 
 
@@ -64,3 +72,35 @@ class Tally:
         self.sum_lengths = float(np.cumsum(np.concatenate([[self.sum_lengths], lengths_K]))[-1])
         self.norm2 = float(norm2_K[-1])
         self.max_norm2 = max(self.max_norm2, float(norm2_K[1:].max(initial=0.0)))
+
+
+@dataclass
+class Witness:
+    """The running sum in numbers that take no part in the decisions. Nothing here waits for a device."""
+
+    running_sum: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    max_norm2: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    sum_lengths: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+
+    def add(self, rows_Kw: Tensor, signs_K: SignArray | Tensor) -> None:
+        """Take rows in balancing order, with their signs."""
+        rows_Kw = rows_Kw.double()
+        rows_Kw = torch.where(rows_Kw.isfinite().all(1, keepdim=True), rows_Kw, 0.0)
+        signed_Kw = rows_Kw * torch.as_tensor(signs_K, device=rows_Kw.device)[:, None]
+        if self.running_sum.numel() == 0:
+            self.running_sum = rows_Kw.new_zeros(rows_Kw.shape[1])
+        prefixes_Kw = self.running_sum.to(rows_Kw.device) + signed_Kw.cumsum(0)
+        self.running_sum = prefixes_Kw[-1].clone()
+        self.max_norm2 = torch.maximum(self.max_norm2.to(rows_Kw.device), prefixes_Kw.square().sum(1).max())
+        self.sum_lengths = self.sum_lengths.to(rows_Kw.device) + rows_Kw.square().sum()
+
+    def seen_by(self, tally: Tally) -> Tally:
+        """The tally of the same rows, with the lengths that the witnesses saw."""
+        return replace(tally, max_norm2=float(self.max_norm2), sum_lengths=float(self.sum_lengths))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "running_sum": self.running_sum.clone(),
+            "max_norm2": self.max_norm2.clone(),
+            "sum_lengths": self.sum_lengths.clone(),
+        }

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from cdgrab.ghost.layers import MIXES_EXAMPLES
-from cdgrab.ghost.plan import check_mixing
+from cdgrab.per_example.layers import MIXES_EXAMPLES
+from cdgrab.per_example.plan import check_mixing
 
 
 def per_example_grads(
@@ -59,11 +59,11 @@ def per_example_grads(
 # What torch.func says, and what to do about it.
 _REMEDIES = {
     "data-dependent control flow": "what it does depends on the values of one example (a branch, or .item()), which "
-    "cannot be done for all examples at once; use torch.where, or attach(model, source='ghost')",
+    "cannot be done for all examples at once; use torch.where, or attach(model, source='sketch')",
     "saved tensor hooks": "activation checkpointing does not go with torch.func; switch it off, or use attach(model, "
-    "source='ghost')",
+    "source='sketch')",
     "autograd.Function": "its autograd.Function has no rule for batches; give it one (generate_vmap_rule), or use "
-    "attach(model, source='ghost')",
+    "attach(model, source='sketch')",
 }
 
 

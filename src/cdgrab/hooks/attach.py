@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -15,22 +14,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cdgrab.agreement import check_same
 from cdgrab.exchange import ShardedPairs
-from cdgrab.ghost.passes import Pass
-from cdgrab.ghost.plan import written_down
-from cdgrab.ghost.records import written_out
-from cdgrab.ghost.sketch import Sketcher
 from cdgrab.hooks import Attachment
 from cdgrab.hooks.ddp import DdpAttachment
 from cdgrab.hooks.fsdp import FsdpAttachment, param_groups
-from cdgrab.hooks.ghost import ExampleAttachment
-from cdgrab.hooks.held import HeldRows
 from cdgrab.hooks.module import ModuleAttachment
+from cdgrab.intake import Sketched
+from cdgrab.per_example.capture import ExampleCapture
+from cdgrab.per_example.plan import matrices_of
+from cdgrab.per_example.rows import RowBuilder, SketchedRows, WholeRows
+from cdgrab.per_example.sketch import Sketch
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
 
 
-SOURCES = ("batch", "ghost", "per_example", "sketch")
+SOURCES = ("batch", "per_example", "sketch")
 
 
 def attach(
@@ -39,11 +37,15 @@ def attach(
     source: str,
     reduction: str,
     length: int,
-    fitted: bool,
     hook: Callable[..., Any] | None,
     hook_state: Any,
 ) -> Attachment:
     """Attach `ordering` to `model`; raises `ValueError` with the reason where that cannot be done."""
+    if source == "ghost":
+        raise ValueError(
+            "source 'ghost' is gone: use 'sketch', which keeps nearly all of its gain at less cost, or 'per_example' "
+            "for exact signs from whole rows"
+        )
     if source not in SOURCES:
         raise ValueError(f"unknown source {source!r}; choose one of {', '.join(SOURCES)}")
     if reduction not in ("mean", "sum"):
@@ -51,17 +53,17 @@ def attach(
     if source != "batch":
         if hook is not None:
             raise ValueError(f"hook= is for source 'batch'; with source {source!r} register it with the model itself")
-        return _attach_examples(ordering, model, source, reduction, length, fitted)
+        return _attach_examples(ordering, model, source, reduction, length)
     world, batch = ordering.world, ordering.batch_size
     if world.one_process and world.size > 1:
         raise ValueError(
             "simulated workers share one model, whose gradient is that of all of them; order single examples "
-            "(unit_size=1 and attach(model, source='ghost')), or compute rows and call observe()"
+            "(unit_size=1 and attach(model, source='sketch')), or compute rows and call observe()"
         )
     if ordering._sorter is not None and ordering.unit_size % batch:
         raise ValueError(
             f"unit_size is {ordering.unit_size}, but a backward pass gives one gradient for the whole batch of "
-            f"{batch}; use unit_size=None, or single examples: unit_size=1 and attach(model, source='ghost')"
+            f"{batch}; use unit_size=None, or single examples: unit_size=1 and attach(model, source='sketch')"
         )
     wrapped = isinstance(model, DistributedDataParallel)
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -79,9 +81,7 @@ def attach(
     return ModuleAttachment(ordering, model, max(1, ordering.unit_size // batch))
 
 
-def _attach_examples(
-    ordering: Ordering, model: nn.Module, source: str, reduction: str, length: int, fitted: bool
-) -> Attachment:
+def _attach_examples(ordering: Ordering, model: nn.Module, source: str, reduction: str, length: int) -> Attachment:
     if ordering._sorter is not None and ordering.unit_size != 1:
         raise ValueError(
             f"source {source!r} gives gradients of single examples, but unit_size is {ordering.unit_size}; make the "
@@ -90,58 +90,29 @@ def _attach_examples(
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("with fully_shard no rank has whole layers to look at; use source 'batch'")
     watched = model.module if isinstance(model, DistributedDataParallel) else model
-    written = written_down(watched, ordering.batch_size)
-    if source == "ghost":
-        _check_records(ordering)
-        # What is done with pairs of steps is recorded; where that cannot be, and rows are few, that with rows.
-        if ordering._settings.pairs_are_steps or not written:
-            attachment = ExampleAttachment(ordering, watched, ordering._observe_records, mean=reduction == "mean")
-            ordering._balance_records(True)
-            return attachment
-
-    if source == "sketch" and length < 1:
-        raise ValueError(f"length is {length}; a sketch has at least one number")
-    sketcher = None
     shapes = {name: p.shape for name, p in watched.named_parameters() if p.requires_grad}
+    rows: RowBuilder = WholeRows(shapes)
     if source == "sketch":
-        group = ordering._group if ordering._settings.ranks_meet else None
-        sketcher = Sketcher(shapes, length, fitted=fitted, seed=ordering.seed, group=group)
-    elif written:
-        sketcher = Sketcher(shapes, None, fitted=False)  # whole rows, which are recorded like short ones
-
-    held = HeldRows(ordering) if sketcher else None
-
-    def observe_rows(turn: Pass, shapes: dict[str, torch.Size]) -> None:
-        if sketcher is not None and held is not None:
-            held.add(sketcher(turn.records(), ordering._epoch))
-        else:
-            ordering._observe(written_out(turn.records(), shapes))
-
-    return ExampleAttachment(
-        ordering, watched, observe_rows, mean=reduction == "mean", keeps=False, sketcher=sketcher, held=held
-    )
+        sketch = Sketch(shapes, matrices_of(watched), length, ordering.seed)
+        _take_sketches(ordering, sketch)
+        rows = SketchedRows(sketch)
+    return ExampleCapture(ordering, watched, rows, mean=reduction == "mean")
 
 
-def _check_records(ordering: Ordering) -> None:
-    """Whether rows can come as records."""
-    if ordering._sorter is None:
-        return
-    settings, world = ordering._settings, ordering.world
-    if not settings.balances_pairs or (world.size > 1 and not settings.coordinated):
+def _take_sketches(ordering: Ordering, sketch: Sketch) -> None:
+    sketched = Sketched(sketch.length, sketch.watched)
+    if ordering._intake.sketched == sketched:
+        return  # of a model that was attached before, in the same epoch
+    if ordering._progress.turns and ordering._sorter is not None:
         raise ValueError(
-            f"source 'ghost' balances pairs against one running sum, which order {ordering.order_name!r} does not; use "
-            "order 'cd-grab', or source 'per_example'"
+            f"{ordering._progress.turns} turns of this epoch have been observed already, as {ordering._intake.form}; "
+            "attach the model before the first batch of an epoch"
         )
-    if not world.one_process and world.size > 1:
+    ordering._take_rows(sketched)
+    if isinstance(ordering._sorter, ShardedPairs):
         raise ValueError(
-            f"source 'ghost' needs all workers in one process, and there are {world.size} ranks; use source "
-            "'per_example'"
-        )
-    turns = ordering._progress.turns
-    if turns:
-        raise ValueError(
-            f"{turns} turns of this epoch have been observed already; attach the model before the first batch of an "
-            "epoch"
+            "exchange 'sharded' deals the numbers of a row out to the ranks, and sketches are short; leave exchange= "
+            "out, or make the ordering with 'gather'"
         )
 
 

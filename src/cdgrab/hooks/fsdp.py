@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from cdgrab.exchange import ShardedPairs
-from cdgrab.hooks.engine import at_end_of_pass, current_pass
+from cdgrab.per_example.engine import at_end_of_pass, current_pass
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering

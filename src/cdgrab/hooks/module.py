@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cdgrab.grads.flat import flat_grad
-from cdgrab.hooks.engine import at_end_of_pass, current_pass
+from cdgrab.per_example.engine import at_end_of_pass, current_pass
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering

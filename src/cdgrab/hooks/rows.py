@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cdgrab.ghost.layers import Records, differentiated, embedding, handler_of, linear, widened
-from cdgrab.ghost.plan import Layer, Miss, changed_in_place, check_count, check_misses, check_whole, find_layers
-from cdgrab.ghost.records import Lookup, Record, Summed, write_rows
-from cdgrab.ghost.recurrent import Opened, Tap, called_with, opens, records_of
+from cdgrab.per_example.factors import Factors, Lookup, Rows, Summed, write_rows
+from cdgrab.per_example.layers import LayerFactors, differentiated, embedding, handler_of, linear, widened
+from cdgrab.per_example.plan import Layer, Miss, changed_in_place, check_count, check_misses, check_whole, find_layers
+from cdgrab.per_example.recurrent import Opened, Tap, called_with, factors_of, opens
 
 _STREAMS = 4
 # Layers that are written transposed have at least this many times as many outputs as inputs, and this many weights.
@@ -62,7 +62,7 @@ class _Use:
         pairs = zip(self.grads, self.outputs, strict=True)
         return all(grad is not None or not output.requires_grad for grad, output in pairs)
 
-    def records(self, num: int, parts: int, kept: dict[nn.Module, Opened]) -> Records:
+    def records(self, num: int, parts: int, kept: dict[nn.Module, Opened]) -> LayerFactors:
         """For `num` examples, each of `parts` entries. What is `kept` serves later calls."""
         module = self.layer.module
         if self.versions != [tensor._version for tensor in self.tensors()]:
@@ -72,14 +72,14 @@ class _Use:
             return {}
         check_count(self.layer, self.grads, num * parts)
         if self.tap is not None:
-            return records_of(module, [self.tap.wide()], [widened(some)], num)
+            return factors_of(module, [self.tap.wide()], [widened(some)], num)
         handler = handler_of(module)
         if handler is None:
             return differentiated(module, self.args, self.kwargs, self.grads, num, kept)
         given = self.args[0] if self.args else next(iter(self.kwargs.values()))
         # As they are: rows are written in any case. But sums, which are kept until the pass ends, are taken.
         found = handler(module, widened(given), widened(some), num)
-        return {key: record.compact() if isinstance(record, Summed) else record for key, record in found.items()}
+        return {key: Rows(record.rows()) if isinstance(record, Summed) else record for key, record in found.items()}
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
@@ -132,7 +132,7 @@ class _Writing:
                 self._before_sum[name] = others
         self._taken: set[_Use] = set()
         # What is made on one stream and read on another must stay until all of them have been waited for.
-        self._records: list[Records] = []
+        self._records: list[LayerFactors] = []
 
     def watch(self) -> list[Any]:
         """Handles of the hooks that must be removed after the pass: they and the outputs hold on to each other."""
@@ -179,7 +179,7 @@ class _Writing:
             chosen.wait_stream(torch.cuda.current_stream() if stream is None else stream)
         return chosen
 
-    def _write(self, name: str, found: list[Record], stream: torch.cuda.Stream | None) -> None:
+    def _write(self, name: str, found: list[Factors], stream: torch.cuda.Stream | None) -> None:
         before = self._latest.get(name, stream)
         if stream is not None and before is not None and before is not stream:
             stream.wait_stream(before)
@@ -189,7 +189,7 @@ class _Writing:
             write_rows(found, self._places[name], written=name in self._written, turned=name in self._turned)
             self._written.add(name)
 
-    def _add_up(self, use: _Use, key: str, found: list[Record]) -> None:
+    def _add_up(self, use: _Use, key: str, found: list[Factors]) -> None:
         """Read the sum from rows once all but lookups are in them; add lookups that come later.
 
         A table that is also the last layer of a model has most of its gradient early: its rows, which take long to

@@ -8,7 +8,6 @@ Shapes: `N` units in a batch, `D` parameters, `K` steps that are collected, `S` 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor
 
 from cdgrab import Ordering
-from cdgrab.ghost.layers import widened
-from cdgrab.ghost.passes import Pass
 from cdgrab.hooks.rows import ExampleRows
 from cdgrab.paper.steps import Batch, block_steps, flat_gradients, layer_rows
 from cdgrab.paper.tasks.base import Problem
+from cdgrab.per_example.layers import widened
 
 _LONG = 1 << 28  # bytes of a step's rows from which on they are not copied
 
@@ -64,8 +62,7 @@ class CapturedSteps:
         self._attachment = cast("Any", ordering._attachment)  # makes sketches, if they are wanted
         self._sketch_ND: Tensor | None = None  # of the last batch
         if self._attachment is not None:
-            self._attachment.consume = self._take_sketch
-            self._attachment.replays.possible = False  # whole steps are replayed
+            self._attachment.observe = self._take_sketch
         elif balanced and problem.gradient is None:
             self._rows = ExampleRows(problem.model, problem.examples)
         self._recorded: dict[tuple[int, int], Recorded] = {}  # by block and place in it
@@ -79,7 +76,7 @@ class CapturedSteps:
             # Steps come first where both want to run.
             self._capturing = torch.cuda.Stream(self._device, priority=-1)
             self._sorting = torch.cuda.Stream(self._device)
-        self.seconds_exchange = self.seconds_fitting = 0.0
+        self.seconds_exchange = 0.0
 
     @property
     def seconds_sorter(self) -> float:
@@ -152,13 +149,6 @@ class CapturedSteps:
         self._index_SN.copy_(whole_SN)
         self._step.zero_()
         rates = [group["lr"] for group in self._optimizer.param_groups]
-        if self._attachment is not None:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            if self._attachment.sketcher.begin(self._ordering.epoch, widened(self._flat_D)):
-                self.forget()
-            torch.cuda.synchronize()
-            self.seconds_fitting = time.perf_counter() - start
         if steps and (not self._recorded or rates != self._captured_at):
             self._capture()
             if self._balanced and not self._captured_at:
@@ -221,8 +211,6 @@ class CapturedSteps:
             self._make_blocks(block_steps(len(rows_ND), rows_ND[0]), rows_ND[0])
         # Recording changes nothing, but for what the optimizer noted on the host.
         self._restore(parameters, state)
-        if self._attachment is not None:
-            self._attachment.sketcher.forget()
         self._step.zero_()
 
     def _make_blocks(self, steps: int, like_D: Tensor) -> None:
@@ -268,5 +256,5 @@ class CapturedSteps:
             layer_rows(self._rows, problem, batch, self._batch, place_ND, self._flat_D)
         return place_ND
 
-    def _take_sketch(self, turn: Pass, shapes: dict[str, torch.Size]) -> None:  # noqa: ARG002
-        self._sketch_ND = self._attachment.sketcher(turn.records(), self._ordering.epoch)
+    def _take_sketch(self, rows_ND: Tensor) -> None:
+        self._sketch_ND = rows_ND

@@ -12,6 +12,7 @@ from cdgrab.order import Free
 from cdgrab.paper.config import RunConfig
 from cdgrab.paper.split import check_partition
 from cdgrab.paper.tasks import find_task
+from cdgrab.per_example.sketch import checked_length
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 _OPTIONS = {"batch_size": "batch"}  # options that are not called what they set
@@ -125,9 +126,10 @@ def _check_numbers(found: dict[str, object], seed: int) -> None:
 
 def _check_source(source: str) -> None:
     kind, _, length = source.partition(":")
-    if source == "exact" or (kind in ("sketch", "random-sketch") and length.isdecimal() and int(length) > 0):
-        return
-    raise ValueError(f"unknown source {source!r}; choose exact, sketch:LENGTH or random-sketch:LENGTH")
+    if kind == "sketch" and length.isdecimal():
+        checked_length(int(length))
+    elif source != "exact":
+        raise ValueError(f"unknown source {source!r}; choose exact or sketch:LENGTH, as in sketch:512")
 
 
 FREE = {name for name, spec in ORDERS.items() if isinstance(spec, Free)}

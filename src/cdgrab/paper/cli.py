@@ -56,7 +56,7 @@ Seeds = Annotated[int, typer.Option(help="How many seeds, from 0.", min=1, rich_
 Variant = Annotated[
     str | None, typer.Option(help="Variant of the task, where it has several.", rich_help_panel=RUN_PANEL)
 ]
-Source = Annotated[str, typer.Option(help="exact, sketch:LENGTH or random-sketch:LENGTH.", rich_help_panel=RUN_PANEL)]
+Source = Annotated[str, typer.Option(help="exact, or sketch:LENGTH for short rows.", rich_help_panel=RUN_PANEL)]
 Partition = Annotated[str, typer.Option(help="iid, sorted or dirichlet:ALPHA.", rich_help_panel=RUN_PANEL)]
 Workers = Annotated[int | None, typer.Option(help="Number of workers.", rich_help_panel=TRAIN_PANEL)]
 Batch = Annotated[

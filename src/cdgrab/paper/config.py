@@ -15,8 +15,7 @@ class RunConfig:
     Attributes:
         variant: Of the task, where it has several.
         batch_size: Examples in a step, of all workers together.
-        source: How gradients of units are found: `"exact"`, or `"sketch:LENGTH"` and `"random-sketch:LENGTH"` for
-            short rows.
+        source: How gradients of units are found: `"exact"`, or `"sketch:LENGTH"` for short rows.
         schedule: See `tasks.base.Settings`.
         partition: How examples are split between workers: `"iid"`, `"sorted"` (by class) or `"dirichlet:ALPHA"`.
     """

@@ -49,8 +49,8 @@ def _cifar10_steps() -> list[RunConfig]:
 
 
 def _sketches() -> list[RunConfig]:
-    kinds = [f"{kind}:{length}" for kind in ("sketch", "random-sketch") for length in (4096, 1024, 256)]
-    short = [config for kind in kinds for config in _of("cifar10", ("cd-grab",), workers=64, source=kind)]
+    sources = [f"sketch:{length}" for length in (1024, 512, 256)]
+    short = [config for source in sources for config in _of("cifar10", ("cd-grab",), workers=64, source=source)]
     return [*_of("cifar10", workers=64), *short]
 
 

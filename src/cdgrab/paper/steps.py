@@ -33,7 +33,6 @@ class Steps(Protocol):
     """Takes the steps of an epoch."""
 
     seconds_exchange: float
-    seconds_fitting: float  # of `prepare`: what belongs to an order and not to the machinery
 
     @property
     def seconds_sorter(self) -> float | None:
@@ -176,7 +175,7 @@ class EagerSteps:
         self._problem, self._model, self._optimizer = problem, model, optimizer
         self._batch, self._balanced, self._ranks = batch, balanced, ranks
         self._parameters = [p for p in problem.model.parameters() if p.requires_grad]
-        self.seconds_exchange = self.seconds_fitting = 0.0
+        self.seconds_exchange = 0.0
         in_parts = balanced and ranks == 1 and problem.examples > 1
         self._gradient: Callable[[Batch], None] = self._by_backward
         if problem.gradient is not None:

@@ -84,7 +84,7 @@ class Trainer:
             )
         sketched = config.source != "exact"
         if balanced and not closed and (sketched or not captured) and (ranks > 1 or problem.examples == 1):
-            self._attach(model, ranks)
+            self._attach(model)
         self._steps: Steps
         if captured:
             self._steps = CapturedSteps(
@@ -121,13 +121,13 @@ class Trainer:
             fetching = self._steps.epoch(index_M)
             ordering.metrics()  # waits for what an attached model does beside training
             self._wait()
-            seconds = time.perf_counter() - start + self._steps.seconds_fitting
+            seconds = time.perf_counter() - start
         self.scheduler.step()
         self.trained += 1
         ordering.sampler.set_epoch(self.trained)
         metrics = ordering.metrics()
         sorting = self._steps.seconds_sorter
-        sorting = (metrics.get("seconds", 0.0) if sorting is None else sorting) + self._steps.seconds_fitting
+        sorting = metrics.get("seconds", 0.0) if sorting is None else sorting
         exchanging = self._steps.seconds_exchange
         self._record = EpochRecord(
             self.trained,
@@ -162,8 +162,8 @@ class Trainer:
         self._steps.forget()
         self.trained, self._record, self._evaluated_last = state["trained"], last, True
 
-    def _attach(self, model: nn.Module, ranks: int) -> None:
-        config, spec = self.config, find_order(self.config.order)
+    def _attach(self, model: nn.Module) -> None:
+        config = self.config
         if self.problem.examples > 1:
             if self._batch != 1:
                 raise ValueError(
@@ -172,11 +172,9 @@ class Trainer:
                 )
             self.ordering.attach(model)
         elif config.source != "exact":
-            kind, _, length = config.source.partition(":")
-            self.ordering.attach(model, source="sketch", length=int(length), fitted=kind == "sketch")
+            self.ordering.attach(model, source="sketch", length=int(config.source.removeprefix("sketch:")))
         else:
-            pairs = isinstance(spec, Balanced) and spec.centring == "pair" and (spec.coordinated or config.workers == 1)
-            self.ordering.attach(model, source="ghost" if pairs and ranks == 1 else "per_example")
+            self.ordering.attach(model, source="per_example")
 
     def _evaluated(self) -> EpochRecord:
         problem, model = self.problem, self.problem.model

@@ -144,7 +144,7 @@ def test_an_epoch_balances_single_examples_by_layers(name: str, tmp_path: Path) 
     train = tuple(part[:num] for part in problem.train)
     ordering = cdgrab.Ordering(num, batch_size=4, unit_size=1, world=cdgrab.World.simulated(2), seed=0)
     before = torch.cat([*ordering.orders])
-    ordering.attach(problem.model, source="ghost")
+    ordering.attach(problem.model, source="sketch")
     optimizer = torch.optim.SGD(problem.model.parameters(), lr=1e-3)
     for batch in torch.tensor(list(ordering.sampler)).split(4):
         optimizer.zero_grad()

@@ -83,8 +83,8 @@ def test_what_a_record_says() -> None:
 
 def test_sketches_train_too() -> None:
     exact = [r.loss for r in Trainer(config(), layers(31)).run()]
-    whole = [r.loss for r in Trainer(config(source="sketch:100000"), layers(31)).run()]
-    short = [r.loss for r in Trainer(config(source="random-sketch:5"), layers(31)).run()]
+    whole = [r.loss for r in Trainer(config(source="sketch:131072"), layers(31)).run()]
+    short = [r.loss for r in Trainer(config(source="sketch:16"), layers(31)).run()]
     assert whole == pytest.approx(exact, rel=1e-9)  # as long as the gradient: nothing is lost
     assert short != pytest.approx(exact, rel=1e-9)
 
@@ -98,7 +98,7 @@ def test_sketches_train_too() -> None:
         ({"schedule": "wild"}, "unknown schedule 'wild'"),
         ({"schedule": "step:0:0.5"}, "N must be at least 1"),
         ({"schedule": "step:1:nan"}, "F above 0"),
-        ({"source": "sketch:8"}, "makes short rows of single examples"),
+        ({"source": "sketch:16"}, "makes short rows of single examples"),
     ],
 )
 def test_what_cannot_be(changes: dict[str, object], message: str) -> None:

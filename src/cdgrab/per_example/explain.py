@@ -1,0 +1,100 @@
+"""What sketches of a model are made of, layer by layer, and about what they cost."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cdgrab.per_example.plan import Layer, find_layers, matrices_of
+from cdgrab.per_example.sketch import is_paired
+
+_CHANNELS_FIRST = (nn.Conv1d, nn.Conv2d, nn.GroupNorm)
+
+
+class _Part(NamedTuple):
+    """A trainable parameter of a layer: how it is sketched, and multiplications of one example for that."""
+
+    how: str
+    work: float
+
+
+def explain(model: nn.Module, length: int, inputs: tuple[Any, ...] = ()) -> str:
+    """A table, one line for every layer; `inputs` for the model tell how many positions there are."""
+    layers = find_layers(model)
+    matrices = matrices_of(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    exact = sum(p.numel() for p in model.parameters() if p.requires_grad) <= length
+    positions = _positions(model, layers, inputs) if inputs else {}
+    table = [["layer", "type", "parameters", "positions", "extra", "sketch"]]
+    for layer in layers:
+        places = positions.get(layer.name, 1)
+        trained = [p for p in layer.module.parameters() if p.requires_grad]
+        parts = [_part(p.shape, length, places, factored=not exact and names[id(p)] in matrices) for p in trained]
+        own = sum(3 * places * p.numel() for p in trained)
+        extra = sum(part.work for part in parts) / own + (0 if layer.known else 1)
+        how = " and ".join(dict.fromkeys(part.how for part in parts))
+        table.append(
+            [
+                layer.name or "(the model)",
+                type(layer.module).__name__,
+                f"{layer.numel:,}",
+                str(places if inputs else "?"),
+                f"{extra:.2f}x",
+                how if layer.known else f"runs once more; {how}",
+            ]
+        )
+    kept = "is no longer than a sketch, and nothing is lost" if exact else f"becomes a sketch of {length} numbers"
+    notes = [
+        f"The gradient of an example {kept}.",
+        "paired: from Fourier features of inputs and output gradients. folded: formed, and added up with random signs.",
+        "extra: multiplications for sketches, over those of the layer's own forward and backward pass.",
+    ]
+    if not inputs:
+        notes.append("Without inputs every layer is taken to have one position: give a batch, explain(model, x).")
+    return "\n".join([*_aligned(table), *notes])
+
+
+def _part(shape: torch.Size, length: int, positions: int, *, factored: bool) -> _Part:
+    if factored and is_paired(shape, length):
+        window = math.prod(shape[2:])
+        # Two Fourier transforms, the signs of a convolution's window, and a product of complex numbers.
+        return _Part("paired", positions * length * (math.log2(length) + (window if window > 1 else 0) + 2))
+    return _Part("folded", (positions if factored else 1) * shape.numel() + shape.numel())
+
+
+def _aligned(table: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if 2 <= column <= 4 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]
+
+
+def _positions(model: nn.Module, layers: list[Layer], inputs: tuple[Any, ...]) -> dict[str, int]:
+    """Outputs in time or space for each example, by layer, from one forward pass."""
+    found: dict[str, int] = {}
+    num = len(inputs[0])
+
+    def note(name: str, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output  # a state beside it
+        if isinstance(output, Tensor):
+            channels = output.shape[1] if isinstance(model.get_submodule(name), _CHANNELS_FIRST) else output.shape[-1]
+            found[name] = max(1, output.numel() // (num * channels))
+
+    handles = [
+        layer.module.register_forward_hook(lambda module, args, output, name=layer.name: note(name, output))  # noqa: ARG005
+        for layer in layers
+    ]
+    try:
+        with torch.no_grad():
+            model(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found

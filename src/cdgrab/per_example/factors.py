@@ -1,0 +1,185 @@
+"""Gradients of single examples with respect to one parameter, as what the layer saw in a step: its factors.
+
+A linear layer with inputs `a` and output gradients `b` has, for example `i`, the gradient `sum_t outer(b_it, a_it)`.
+Its rows, its sketches and the gradient of the batch follow from `a` and `b`. Five forms cover every layer:
+
+    Matrix      factors `a` and `b`, as above
+    Lookup      the same for an embedding, whose `a` says which row of the table was used
+    Convolved   the same for a convolution, whose `a` are patches of its input (`convolution.py`)
+    Summed      vectors whose sum over positions is the gradient, as those of biases and norms
+    Rows        the gradients themselves, where a layer gives nothing else
+
+Shapes: `N` examples, `T` positions, `p` inputs, `q` outputs of a layer; `D` numbers of the parameter, `k` of a sketch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from cdgrab.balance.tables import takes_triton
+from cdgrab.per_example.sketch import Paired
+
+_LONG_ROW = 1 << 18  # numbers from which on rows are cleared one by one
+_MOST_POSITIONS = 2048  # of a lookup: the Triton kernel compares all of them with each other
+
+
+class Factors(Protocol):
+    """Gradients of `N` examples with respect to one parameter."""
+
+    def scaled(self, factor: float) -> Self:
+        """The same gradients, times `factor`."""
+
+    def rows(self) -> Tensor:
+        """`N x D`: one row for each example."""
+
+    def sketched(self, paired: Paired) -> Tensor:
+        """`N x k`: the sketches of a parameter that is sketched in pairs."""
+
+    def total(self) -> Tensor:
+        """`D` numbers, in any shape: the sum over examples, which is the batch's gradient."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Gradients as rows."""
+
+    rows_ND: Tensor
+
+    def scaled(self, factor: float) -> Rows:
+        return Rows(self.rows_ND * factor)
+
+    def rows(self) -> Tensor:
+        return self.rows_ND
+
+    def sketched(self, paired: Paired) -> Tensor:
+        return paired.of_rows(self.rows_ND)
+
+    def total(self) -> Tensor:
+        return self.rows_ND.sum(0)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Gradients `sum_t vector_t`."""
+
+    vectors_NTp: Tensor
+
+    def scaled(self, factor: float) -> Summed:
+        return Summed(self.vectors_NTp * factor)
+
+    def rows(self) -> Tensor:
+        if self.vectors_NTp.shape[1] > 1:
+            return self.vectors_NTp.sum(1)
+        return self.vectors_NTp[:, 0].clone()  # it belongs to autograd, which may add to it
+
+    def sketched(self, paired: Paired) -> Tensor:
+        return paired.of_rows(self.rows())
+
+    def total(self) -> Tensor:
+        return self.vectors_NTp.sum((0, 1))
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Gradients `sum_t outer(b_t, a_t)` of a `q x p` parameter."""
+
+    a_NTp: Tensor
+    b_NTq: Tensor
+
+    def scaled(self, factor: float) -> Matrix:
+        return Matrix(self.a_NTp, self.b_NTq * factor)
+
+    def rows(self) -> Tensor:
+        return (self.b_NTq.mT @ self.a_NTp).flatten(1)
+
+    def sketched(self, paired: Paired) -> Tensor:
+        return paired.summed(self.a_NTp, self.b_NTq)
+
+    def total(self) -> Tensor:
+        return self.b_NTq.flatten(0, 1).T @ self.a_NTp.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Gradients of a `num_rows x q` table of which position `t` used row `index_t`."""
+
+    index_NT: Tensor
+    b_NTq: Tensor
+    num_rows: int
+
+    def scaled(self, factor: float) -> Lookup:
+        return Lookup(self.index_NT, self.b_NTq * factor, self.num_rows)
+
+    def rows(self) -> Tensor:
+        num, _, q = self.b_NTq.shape
+        rows_ND = self.b_NTq.new_zeros(num, self.num_rows * q)
+        self.add_rows(rows_ND)
+        return rows_ND
+
+    def sketched(self, paired: Paired) -> Tensor:
+        some = paired.at_a_time(self.b_NTq, self.index_NT.shape[1])
+        parts = [
+            paired.product(paired.inputs(b_NTq), paired.outputs.of_units(index_NT, b_NTq))
+            for index_NT, b_NTq in zip(self.index_NT.split(some), self.b_NTq.split(some), strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def total(self) -> Tensor:
+        b_Mq, index_M = self.b_NTq.flatten(0, 1), self.index_NT.flatten()
+        found: Tensor = torch.ops.aten.embedding_dense_backward(b_Mq, index_M, self.num_rows, -1, False)
+        return found
+
+    def add_rows(self, place_ND: Tensor, *, turned: bool = False) -> None:
+        """Add to rows that are columns of a larger tensor; `turned`, as in `write_rows`."""
+        q = self.b_NTq.shape[2]
+        strides = (1, self.num_rows) if turned else (q, 1)
+        if self.b_NTq.shape[1] <= _MOST_POSITIONS and takes_triton(self.b_NTq, place_ND):
+            from cdgrab.per_example import triton_lookups
+
+            triton_lookups.add_lookups(self.index_NT, self.b_NTq, place_ND, strides)
+            return
+        num, row = len(place_ND), place_ND.stride(0)
+        # Number by number from its beginning to its end: what lies between rows is not touched.
+        flat = place_ND.as_strided(((num - 1) * row + place_ND.shape[1],), (1,))
+        first_NT = torch.arange(num, device=flat.device)[:, None] * row + self.index_NT * strides[0]
+        index_NTq = first_NT[:, :, None] + torch.arange(q, device=flat.device) * strides[1]
+        flat.index_add_(0, index_NTq.flatten(), self.b_NTq.flatten())
+
+
+def by_example(x: Tensor, num: int) -> Tensor:
+    """`N x T x features`. A batch flattened into `N * T` rows, example by example, is taken apart again."""
+    return x.reshape(num, -1, x.shape[-1])
+
+
+def write_rows(parts: list[Factors], place_ND: Tensor, *, written: bool = False, turned: bool = False) -> None:
+    """The sum of `parts` as rows, into columns of a larger tensor; of none, zero. Added to what is `written` there.
+
+    On a GPU products go where they belong, and nothing is formed to be copied. Of a matrix that is `turned`, which is a
+    parameter of linear layers and lookups only, the transpose is written.
+    """
+    # All but lookups write the whole place, which then need not be zero before.
+    for part in sorted(parts, key=lambda part: isinstance(part, Lookup)):
+        if isinstance(part, Matrix):
+            first, second = (part.a_NTp, part.b_NTq) if turned else (part.b_NTq, part.a_NTp)
+            place_ND.unflatten(1, (first.shape[2], -1)).baddbmm_(first.mT, second, beta=int(written))
+        elif not isinstance(part, Lookup):
+            place_ND.copy_(place_ND + part.rows() if written else part.rows())
+        else:
+            if not written:
+                _clear(place_ND)
+            part.add_rows(place_ND, turned=turned)
+        written = True
+    if not written:
+        _clear(place_ND)
+
+
+def _clear(place_ND: Tensor) -> None:
+    if place_ND.shape[1] < _LONG_ROW:
+        place_ND.zero_()
+        return
+    for row_D in place_ND:  # each lies in one piece, which is filled twice as fast
+        row_D.zero_()

@@ -1,0 +1,69 @@
+"""What is made of the factors of a batch: whole rows, or sketches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cdgrab.per_example.factors import Factors
+from cdgrab.per_example.sketch import Sketch
+
+
+class RowBuilder(Protocol):
+    """Takes the factors of a batch, parameter by parameter, and gives one row for each example."""
+
+    def add(self, name: str, factors: Factors) -> None:
+        """Take the gradients of a parameter. One that is used several times comes several times."""
+
+    def finish(self) -> Tensor:
+        """The rows of the batch, which is over."""
+
+    def drop(self) -> None:
+        """Forget a batch that broke off."""
+
+
+class WholeRows:
+    """Whole gradients: the parameters side by side, in the order of `shapes`. Exact; `examples x dim` numbers."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self._shapes = shapes
+        self._parts: dict[str, Tensor] = {}
+
+    def add(self, name: str, factors: Factors) -> None:
+        rows_ND = factors.rows()
+        self._parts[name] = self._parts[name] + rows_ND if name in self._parts else rows_ND
+
+    def finish(self) -> Tensor:
+        parts, self._parts = self._parts, {}
+        like = next(iter(parts.values()))
+        # A parameter without a gradient counts as zero.
+        for name, shape in self._shapes.items():
+            if name not in parts:
+                parts[name] = like.new_zeros(len(like), shape.numel())
+        return torch.cat([parts[name] for name in self._shapes], dim=1)
+
+    def drop(self) -> None:
+        self._parts.clear()
+
+
+class SketchedRows:
+    """Sketches: short rows of one length for every model, whose inner products are about those of whole ones."""
+
+    def __init__(self, sketch: Sketch) -> None:
+        self._sketch = sketch
+
+    def add(self, name: str, factors: Factors) -> None:
+        paired = self._sketch.paired.get(name)
+        if paired is None:
+            self._sketch.add_rows(name, factors.rows())
+        else:
+            self._sketch.add_sketch(factors.sketched(paired))
+
+    def finish(self) -> Tensor:
+        return self._sketch.finish()
+
+    def drop(self) -> None:
+        self._sketch.drop()

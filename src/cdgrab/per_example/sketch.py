@@ -1,0 +1,308 @@
+"""One short row for every example, of the same length for every model: a sketch of its gradient.
+
+Balancing needs inner products of gradients and nothing else, and a random projection preserves inner products. The
+projection here is fixed by the parameters' names and shapes, the length and a seed: nothing is fitted to data, nothing
+is saved, and every rank has the same one. Two kinds of maps share the `length` numbers; each parameter uses one, and
+their results are added, so that every parameter has the full length:
+
+    Paired   for a large matrix with gradient `sum_t outer(b_t, a_t)`: both sides get random signs and a Fourier
+             transform, frequency `f` of one side is multiplied by frequency `turn(f)` of the other, and the products
+             are summed over `t`. The gradient is never formed.
+    Folded   for small parameters, whose gradient is cheap to form: random signs, then coordinate `i` is added to
+             number `i mod length` (a count sketch).
+
+`cdgrab.per_example.reference` has the same projection as one dense matrix, which is slow and easy to check.
+
+Both maps are unbiased: over the random signs, the mean of `<sketch(g), sketch(h)>` is `<g, h>`, with a variance of
+about `||g||^2 ||h||^2 / length` if gradients are not aligned. The paired map is a TensorSketch (Pham and Pagh, KDD
+2013) whose hash functions are replaced by the turn, which a computer reads without gathering.
+
+Shapes: `N` examples, `T` positions, `p` inputs and `q` outputs of a layer, `k` numbers of a sketch, `F = k / 2`
+frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdgrab.balance.tally import WITNESS_SHARE
+from cdgrab.units import generator
+
+DEFAULT_LENGTH = 1024
+LEAST_LENGTH = 16
+# A matrix with at most this many entries for each number of the sketch is folded. Forming its rows then takes about as
+# long as two Fourier transforms, with one position or with many.
+FOLDED_ENTRIES = 8
+# Numbers of features that are made at a time: a CPU keeps them in cache, a GPU has room.
+MOST_FEATURES = {"cpu": 1 << 18, "cuda": 1 << 24}
+_WAITING = 1 << 20  # numbers of rows that wait to be folded together
+
+
+class Side:
+    """Random Fourier features of one side of a matrix.
+
+    Args:
+        size: Numbers of a vector.
+        length: Of the sketch.
+        rng: Draws the signs.
+        turned: Whether frequencies are reordered by the turn.
+    """
+
+    def __init__(self, size: int, length: int, rng: np.random.Generator, *, turned: bool) -> None:
+        self.size, self.length, self._turned = size, length, turned
+        self._signs_d = torch.from_numpy(rng.integers(0, 2, size) * 2.0 - 1.0)
+        self._units_kF: Tensor | None = None  # features of unit vectors, without their signs
+
+    def __call__(self, x_NTd: Tensor) -> Tensor:
+        """`N x T x F`, complex."""
+        signed_NTd = x_NTd * self.signs(x_NTd)
+        return self._ordered(torch.fft.rfft(_folded(signed_NTd, self.length))[..., : self.length // 2])
+
+    def of_units(self, index: Tensor, like: Tensor) -> Tensor:
+        """`index.shape x F`: features of unit vectors, given by the place of their one."""
+        if self._units_kF is None or self._units_kF.device != like.device or self._signs_d.dtype != like.dtype:
+            ones_kk = torch.eye(self.length, dtype=like.dtype, device=like.device)
+            self._units_kF = self._ordered(torch.fft.rfft(ones_kk)[:, : self.length // 2]).contiguous()
+        units = self._units_kF[index % self.length]
+        return units * self.signs(like)[index].view(*index.shape, *[1] * (units.ndim - index.ndim))
+
+    def signs(self, like: Tensor) -> Tensor:
+        """The signs, in the type of `like` and on its device."""
+        if self._signs_d.dtype != like.dtype or self._signs_d.device != like.device:
+            self._signs_d = self._signs_d.to(like)
+        return self._signs_d
+
+    def _ordered(self, features: Tensor) -> Tensor:
+        if not self._turned:
+            return features
+        rows, columns = turn_sizes(self.length // 2)
+        # A view: multiplying by it costs no more than without.
+        return torch.unflatten(features, -1, (columns, rows)).mT
+
+    def matched(self, features: Tensor) -> Tensor:
+        """Features of the side that is not turned, in the shape of those that are."""
+        return torch.unflatten(features, -1, turn_sizes(self.length // 2))
+
+
+class Paired:
+    """The map of one large matrix: `sum_t features(b_t) * features(a_t)`.
+
+    A convolution's input side is a patch. Its features are those of the channels at every place of the window, each
+    place with random signs of its own.
+
+    Args:
+        shape: Of the parameter: outputs, inputs (or channels), then the window of a convolution.
+        length: Of the sketch.
+        rng: Draws the signs.
+    """
+
+    def __init__(self, shape: torch.Size, length: int, rng: np.random.Generator) -> None:
+        self.length = length
+        self.inputs = Side(shape[1], length, rng, turned=False)
+        self.outputs = Side(shape[0], length, rng, turned=True)
+        self.window = tuple(shape[2:])
+        places = math.prod(self.window)
+        signs_Fw = rng.integers(0, 2, (length // 2, places)) * 2.0 - 1.0
+        self._window_signs_Fw = torch.from_numpy(signs_Fw if places > 1 else np.ones_like(signs_Fw))
+
+    def summed(self, a_NTp: Tensor, b_NTq: Tensor) -> Tensor:
+        """`N x k`: the sketch of `sum_t outer(b_t, a_t)`, a few examples at a time so that features stay in cache."""
+        some = self.at_a_time(a_NTp, a_NTp.shape[1])
+        parts = [
+            self.product(self.inputs(a), self.outputs(b))
+            for a, b in zip(a_NTp.split(some), b_NTq.split(some), strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def at_a_time(self, like: Tensor, positions: int) -> int:
+        """How many examples with so many positions are sketched at a time."""
+        return max(1, MOST_FEATURES.get(like.device.type, 1 << 18) // (max(1, positions) * self.length))
+
+    def product(self, a_NTF: Tensor, b_NTF: Tensor) -> Tensor:
+        """`N x k`: from the features of both sides."""
+        product_NTF = self.inputs.matched(a_NTF) * b_NTF
+        total_NF = product_NTF.sum(1) if product_NTF.shape[1] != 1 else product_NTF[:, 0]
+        return torch.view_as_real(total_NF).flatten(1) * math.sqrt(2 / self.length)
+
+    def of_rows(self, rows_ND: Tensor) -> Tensor:
+        """`N x k`: the sketch of gradients that are rows already."""
+        (q, p), window = (self.outputs.size, self.inputs.size), math.prod(self.window)
+        rows_Nqpw = rows_ND.view(len(rows_ND), q, p, window)
+        a_NqwF = self.inputs(rows_Nqpw.mT) * self.window_signs(rows_ND).T
+        b_qF = self.outputs.of_units(torch.arange(q, device=rows_ND.device), rows_ND)
+        return self.product(a_NqwF.sum(2), b_qF[None])
+
+    def window_signs(self, like: Tensor) -> Tensor:
+        """`F x w`: the signs of every place of a convolution's window, frequency by frequency."""
+        if self._window_signs_Fw.dtype != like.dtype or self._window_signs_Fw.device != like.device:
+            self._window_signs_Fw = self._window_signs_Fw.to(like)
+        return self._window_signs_Fw
+
+
+class Folding:
+    """The map of all small parameters: each is added to the sketch with random signs, from a place of its own on.
+
+    Rows wait until there are many, or until the sketch is asked for: folding them together takes three calls.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], length: int, rngs: Mapping[str, np.random.Generator]) -> None:
+        self._length = length
+        self._signs = {
+            name: torch.from_numpy(rngs[name].integers(0, 2, size) * 2.0 - 1.0) for name, size in sizes.items()
+        }
+        # Zeros before and after a parameter's row, which then begins at its place and fills whole lengths.
+        starts = (np.cumsum([0, *sizes.values()]) % length).tolist()
+        self._margins = {
+            name: (start, -(start + size) % length) for (name, size), start in zip(sizes.items(), starts, strict=False)
+        }
+        self._padded: dict[tuple[str, ...], Tensor] = {}  # signs of several parameters, as they were last used
+        self._names: list[str] = []
+        self._rows: list[Tensor] = []
+        self._waiting = 0
+
+    def add(self, name: str, rows_ND: Tensor) -> bool:
+        """Let the rows of a parameter wait; returns whether it is time to fold."""
+        self._names.append(name)
+        self._rows.append(rows_ND)
+        self._waiting += rows_ND.numel()
+        return self._waiting >= _WAITING
+
+    def take(self) -> Tensor | None:
+        """`N x k`: the sum of what waited, folded; None if nothing did."""
+        names, rows = tuple(self._names), self._rows
+        self.drop()
+        if not rows:
+            return None
+        zero_N1 = rows[0].new_zeros(len(rows[0]), 1)
+        parts = []
+        for name, rows_ND in zip(names, rows, strict=True):
+            before, after = self._margins[name]
+            if before:
+                parts.append(zero_N1.expand(-1, before))
+            parts.append(rows_ND)
+            if after:
+                parts.append(zero_N1.expand(-1, after))
+        joined = torch.cat(parts, 1)
+        return torch.unflatten(joined * self._signs_of(names, joined), 1, (-1, self._length)).sum(1)
+
+    def drop(self) -> None:
+        """Forget what waits."""
+        self._names, self._rows, self._waiting = [], [], 0
+
+    def _signs_of(self, names: tuple[str, ...], like: Tensor) -> Tensor:
+        known = self._padded.get(names)
+        if known is None or known.dtype != like.dtype or known.device != like.device:
+            padded = [torch.nn.functional.pad(self._signs[name], self._margins[name]) for name in names]
+            if len(self._padded) > 8 * len(self._signs):  # passes differ without end
+                self._padded.clear()
+            known = self._padded[names] = torch.cat(padded).to(like)
+        return known
+
+
+class Sketch:
+    """The projection of a whole model, and the sketches of the batch under way.
+
+    Args:
+        shapes: Of the trainable parameters, by name.
+        matrices: Names of those that come as factors of a matrix; the others always come as rows.
+        length: Numbers of a sketch: a power of two, 16 or more.
+        seed: The same on all ranks.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], matrices: Collection[str], length: int, seed: int) -> None:
+        self.length = checked_length(length)
+        rngs = {name: generator(seed, number, "sketch") for number, name in enumerate(shapes)}
+        large = {name for name in matrices if is_paired(shapes[name], length)}
+        exact = sum(shape.numel() for shape in shapes.values()) <= length
+        if exact:
+            large = set()  # folded, no two numbers meet, and nothing is lost
+        self.watched = 0 if exact else length // WITNESS_SHARE  # witnesses, at the end
+        self.paired = {name: Paired(shape, length, rngs[name]) for name, shape in shapes.items() if name in large}
+        self._rotation_88: Tensor | None = None
+        self._folding = Folding({n: shape.numel() for n, shape in shapes.items() if n not in large}, length, rngs)
+        self._sum_Nk: Tensor | None = None
+
+    def add_rows(self, name: str, rows_ND: Tensor) -> None:
+        """Add the gradients of a parameter, one row for each example of the batch."""
+        if name in self.paired:
+            self._add(self.paired[name].of_rows(rows_ND))
+        elif self._folding.add(name, rows_ND):
+            self._add(self._folding.take())
+
+    def add_sketch(self, sketch_Nk: Tensor) -> None:
+        """Add what `paired[name]` has made of the factors of a parameter."""
+        self._add(sketch_Nk)
+
+    def finish(self) -> Tensor:
+        """`N x k`: the sketches of the batch."""
+        self._add(self._folding.take())
+        found, self._sum_Nk = self._sum_Nk, None
+        assert found is not None, "no gradient came"
+        # A number that is not finite makes its whole row so: a row is balanced, or it is left out.
+        found = found + 0.0 * found.sum(1, keepdim=True)
+        return self._rotated(found) if self.watched else found
+
+    def _rotated(self, sketch_Nk: Tensor) -> Tensor:
+        """The numbers, eighths of them mixed by a Hadamard matrix.
+
+        Folding puts a coordinate in one place. If witnesses were simply some of the places, coordinates that fall there
+        would never be balanced. Rotated, witnesses and the others see all of them.
+        """
+        if self._rotation_88 is None or self._rotation_88.device != sketch_Nk.device:
+            self._rotation_88 = _hadamard(WITNESS_SHARE).to(sketch_Nk.device)
+        eighths_N8w = torch.unflatten(sketch_Nk, 1, (WITNESS_SHARE, -1))
+        return (self._rotation_88.to(sketch_Nk.dtype) @ eighths_N8w).flatten(1)
+
+    def drop(self) -> None:
+        """Forget a batch that broke off."""
+        self._folding.drop()
+        self._sum_Nk = None
+
+    def _add(self, part_Nk: Tensor | None) -> None:
+        if part_Nk is not None:
+            self._sum_Nk = part_Nk if self._sum_Nk is None else self._sum_Nk + part_Nk
+
+
+def is_paired(shape: torch.Size, length: int) -> bool:
+    """Whether a matrix of this shape is sketched from factors; a smaller one is formed and folded."""
+    return len(shape) > 1 and shape.numel() > FOLDED_ENTRIES * length
+
+
+def checked_length(length: int) -> int:
+    """`length`, if it is one that a sketch can have."""
+    if length < LEAST_LENGTH or length & (length - 1):
+        raise ValueError(
+            f"length is {length}; a sketch has a power of two of numbers, {LEAST_LENGTH} or more, such as "
+            f"{DEFAULT_LENGTH}"
+        )
+    return length
+
+
+def turn_sizes(frequencies: int) -> tuple[int, int]:
+    """Rows and columns of the table in which frequencies are turned: written row by row, read column by column.
+
+    Neighbours in frequency are alike where a side is shorter than the sketch. The turn pairs them with frequencies
+    that lie far apart.
+    """
+    rows = 1 << ((frequencies.bit_length() - 1) // 2)
+    return rows, frequencies // rows
+
+
+def _hadamard(size: int) -> Tensor:
+    """Orthonormal, with entries that differ in sign alone; `size` is a power of two."""
+    found = torch.ones(1, 1, dtype=torch.float64)
+    while len(found) < size:
+        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
+    return found / math.sqrt(size)
+
+
+def _folded(x: Tensor, length: int) -> Tensor:
+    """Coordinate `i` added to place `i mod length`, and zeros where there is none."""
+    missing = -x.shape[-1] % length
+    padded = torch.nn.functional.pad(x, (0, missing)) if missing else x
+    return padded if padded.shape[-1] == length else torch.unflatten(padded, -1, (-1, length)).sum(-2)

@@ -1,0 +1,268 @@
+"""Sketches: equal to the reference, faithful to inner products, the same for everyone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from _inputs import randn
+from _models import MODELS, build, rows_of
+from cdgrab import Ordering, World
+from cdgrab.balance.tally import WITNESS_SHARE
+from cdgrab.per_example.plan import matrices_of
+from cdgrab.per_example.reference import projection
+from cdgrab.per_example.sketch import MOST_FEATURES, Paired, Sketch, checked_length
+
+
+class Convolutions(nn.Module):
+    """Strides, padding, dilation, a window of one place, groups; no biases where ResNets have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.Sequential(
+            nn.Conv2d(3, 20, 3, padding=1, bias=False),
+            nn.ReLU(),
+            nn.Conv2d(20, 14, (3, 2), stride=2, padding=(1, 0), dilation=(1, 2)),
+            nn.ReLU(),
+            nn.Conv2d(14, 30, 1, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(30, 30, 3, groups=30, padding=1, bias=False),
+        )
+        self.line, self.out = nn.Conv1d(30, 20, 3, padding=2, dilation=2), nn.Linear(20, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.line(self.convs(x).flatten(2)).mean(2))  # type: ignore[no-any-return]
+
+
+def built(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, Tensor]:
+    if name != "convolutions":
+        return build(name, 6, dtype)
+    torch.manual_seed(1)
+    return Convolutions().to(dtype), randn(6, 3, 9, 9, dtype=dtype), torch.arange(6) % 5
+
+
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("length", [16, 64])
+@pytest.mark.parametrize("name", [*MODELS, "convolutions"])
+def test_they_are_those_of_the_reference(
+    name: str, length: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cdgrab.per_example.sketch.FOLDED_ENTRIES", 1)  # so that small matrices are paired
+    model, x, y = built(name, dtype)
+    shapes, matrices = shapes_of(model), matrices_of(model)
+    rows = rows_of(model, x, y).double()
+    found = rows_of(model, x, y, source="sketch", length=length, seed=3).double()
+    expected = rows @ projection(shapes, matrices, length, 3)
+    if name not in ("used twice", "unknown", "adapters"):
+        assert Sketch(shapes, matrices, length, 3).paired  # both maps are in it
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9 if dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(40, 30), (7, 100), (100, 1), (20, 3, 3, 3)], ids=str)
+def test_inner_products_are_kept_on_average(shape: tuple[int, ...]) -> None:
+    """Within five standard errors over many projections, for gradients of one position, which are alike the most."""
+    size = torch.Size(shape)
+    rows = (randn(5, shape[0], seed=1)[:, :, None] * randn(5, size.numel() // shape[0], seed=2)[:, None]).flatten(1)
+    rows = rows.double()
+    tables = []
+    for seed in range(300):
+        paired = Paired(size, 64, np.random.default_rng(seed))
+        short = paired.of_rows(rows)
+        tables.append(short @ short.T)
+    error = torch.stack(tables).mean(0) - rows @ rows.T
+    spread = torch.stack(tables).std(0)
+    assert (error.abs() < 5 * spread / 300**0.5 + 1e-9).all()
+    lengths = rows.norm(dim=1)
+    assert float((spread / (lengths[:, None] * lengths)).max()) < 3.5 / 64**0.5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gradient_that_is_no_longer_than_a_sketch_loses_nothing(name: str) -> None:
+    model, x, y = build(name, 6)
+    rows = rows_of(model, x, y)
+    short = rows_of(model, x, y, source="sketch", length=8192)
+    torch.testing.assert_close(short @ short.T, rows @ rows.T)
+    sketch = Sketch(shapes_of(model), matrices_of(model), 8192, 0)
+    assert (sketch.watched, sketch.paired) == (0, {})
+
+
+def test_parts_of_a_batch_are_sketched_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few examples at a time, or rows that are folded before all of them are there."""
+    for name in ("transformer", "lenet", "convolutions"):
+        model, x, y = built(name)
+        expected = rows_of(model, x, y, source="sketch", length=16)
+        monkeypatch.setitem(MOST_FEATURES, "cpu", 1)
+        monkeypatch.setattr("cdgrab.per_example.sketch._WAITING", 1)
+        torch.testing.assert_close(rows_of(model, x, y, source="sketch", length=16), expected)
+
+
+def test_frozen_parameters_take_no_part() -> None:
+    model, x, y = build("mlp", 6)
+    model[0].weight.requires_grad_(False)  # type: ignore[index]
+    rows = rows_of(model, x, y)
+    short = rows_of(model, x, y, source="sketch", length=256)
+    torch.testing.assert_close(short @ short.T, rows @ rows.T)
+
+
+def test_a_number_that_is_not_finite_makes_its_row_so() -> None:
+    model, x, y = build("lenet", 6)
+    x[2] = torch.inf
+    short = rows_of(model, x, y, source="sketch", length=16)
+    assert short.isfinite().all(1).tolist() == [True, True, False, True, True, True]
+    assert short[2].isnan().all()
+
+
+def test_the_seed_is_that_of_the_ordering() -> None:
+    model, x, y = build("mlp", 6)
+    one, same, other = (rows_of(model, x, y, source="sketch", length=16, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("length", [0, 8, 100, 513])
+def test_lengths(length: int) -> None:
+    with pytest.raises(ValueError, match=f"length is {length}; a sketch has a power of two of numbers, 16 or more"):
+        checked_length(length)
+
+
+def epochs(ordering: Ordering, model: nn.Module, x: Tensor, y: Tensor, count: int) -> None:
+    for _ in range(count * -(-len(x) // ordering.batch_size)):
+        batch = torch.from_numpy(ordering.remaining()[: ordering.batch_size])
+        cross_entropy(model(x[batch]), y[batch]).backward()
+
+
+def test_imbalance_is_that_of_whole_rows() -> None:
+    """Witnesses say how far whole gradients are out of balance; the numbers that decide would say too little."""
+
+    def imbalance(source: str, **how: Any) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 10)).double()
+        ordering = Ordering(512, batch_size=16, unit_size=1, world=World.simulated(16), seed=how.pop("seed", 0))
+        ordering.attach(model, source=source, **how)
+        x, y = randn(512, 40, dtype=torch.float64), torch.arange(512) % 10
+        epochs(ordering, model, x, y, 1)
+        return ordering.metrics()["imbalance"]
+
+    exact = imbalance("per_example")
+    seen = [imbalance("sketch", length=512, seed=seed) for seed in range(5)]
+    assert sum(seen) / 5 > 0.9 * exact  # a sketch balances no better than whole rows
+    assert sum(seen) / 5 < 1.5 * exact
+
+
+def test_witnesses_take_no_part_in_decisions() -> None:
+    model, x, y = build("transformer", 24)
+
+    def order(scale: float) -> list[int]:
+        ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=1)
+        ordering.attach(model, source="sketch", length=64)
+        attachment: Any = ordering._attachment
+        observe, witnesses = attachment.observe, 64 // WITNESS_SHARE
+
+        def scaled(rows: Tensor) -> None:
+            rows[:, -witnesses:] *= scale
+            observe(rows)
+
+        attachment.observe = scaled
+        epochs(ordering, model, x, y, 1)
+        ordering.detach()
+        return ordering.order.tolist()
+
+    assert order(1.0) == order(100.0)
+
+
+def test_states_say_how_long_sketches_are() -> None:
+    model, x, y = build("transformer", 8)
+
+    def attached(length: int) -> Ordering:
+        ordering = Ordering(8, batch_size=2, unit_size=1, seed=1)
+        ordering.attach(model, source="sketch", length=length)
+        return ordering
+
+    ordering = attached(32)
+    cross_entropy(model(x[:2]), y[:2]).backward()
+    state = ordering.state_dict()
+    ordering.detach()
+    other = attached(64)
+    with pytest.raises(ValueError, match=r"sketches of 32 numbers of one .* has them as sketches of 64"):
+        other.load_state_dict(state)
+    other.detach()
+    whole = Ordering(8, batch_size=2, unit_size=1, seed=1)
+    with pytest.raises(ValueError, match="sketches of 32 numbers of one process, and this ordering has them as rows"):
+        whole.load_state_dict(state)
+
+
+def test_between_epochs_a_state_moves_to_another_source() -> None:
+    model, x, y = build("mlp", 8)
+    first = Ordering(8, batch_size=2, unit_size=1, seed=1)
+    first.attach(model, source="sketch", length=16)
+    epochs(first, model, x, y, 1)
+    state = first.state_dict()
+    first.detach()
+    second = Ordering(8, batch_size=2, unit_size=1, seed=1)
+    second.attach(model, source="per_example")
+    second.load_state_dict(state)
+    assert second.order.tolist() == first.order.tolist()
+    epochs(second, model, x, y, 1)
+    assert second.epoch == 2
+
+
+def test_after_detaching_rows_are_whole_again() -> None:
+    model, x, y = build("mlp", 8)
+    ordering = Ordering(8, batch_size=2, unit_size=1, seed=1)
+    ordering.attach(model, source="sketch", length=16)
+    epochs(ordering, model, x, y, 1)
+    ordering.detach()
+    ordering.observe(randn(2, 3))
+    assert ordering.examples_left == 6
+
+
+def test_a_state_moves_to_a_model_attached_within_an_epoch() -> None:
+    """Detached and attached again with the same sketches, an epoch goes on."""
+    model, x, y = build("mlp", 8)
+    ordering = Ordering(8, batch_size=2, unit_size=1, seed=1)
+    ordering.attach(model, source="sketch", length=16)
+    cross_entropy(model(x[:2]), y[:2]).backward()
+    ordering.detach()
+    ordering.attach(model, source="sketch", length=16)
+    cross_entropy(model(x[:2]), y[:2]).backward()
+    assert ordering.examples_left == 4
+
+
+def test_the_plan() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 40, 3), nn.Flatten(), nn.Linear(160, 50), nn.Linear(50, 2).requires_grad_(False))
+    ordering = Ordering(4, batch_size=2, unit_size=1)
+    header, conv, linear, *notes = ordering.explain(net, torch.zeros(2, 3, 4, 4), length=64).splitlines()
+    assert header.split() == ["layer", "type", "parameters", "positions", "extra", "sketch"]
+    # 4 positions of 64 * (6 + 9 + 2), and a bias of 40 that is formed and folded, over 3 * 4 * 1,120
+    assert conv.split() == [
+        "0",
+        "Conv2d",
+        "1,120",
+        "4",
+        f"{(4 * 64 * 17 + 80) / (3 * 4 * 1120):.2f}x",
+        "paired",
+        "and",
+        "folded",
+    ]
+    assert linear.split()[:5] == ["2", "Linear", "8,050", "1", f"{(64 * 8 + 100) / (3 * 8050):.2f}x"]
+    assert "becomes a sketch of 64 numbers" in notes[0]
+    assert "nothing is lost" in ordering.explain(nn.Linear(3, 3))
+    assert "runs once more" in ordering.explain(nn.LSTM(4, 5, batch_first=True), torch.zeros(2, 3, 4))
+    assert "give a batch" in ordering.explain(nn.Linear(3, 3))
+
+
+def test_every_coordinate_takes_part_in_decisions() -> None:
+    """Also those of small parameters, which are folded: witnesses take an eighth of each, and all of none."""
+    shapes = {"weight": torch.Size((40, 30)), "bias": torch.Size((40,)), "norm": torch.Size((30,))}
+    sketch = Sketch(shapes, {"weight"}, 64, 0)
+    deciding = projection(shapes, {"weight"}, 64, 0)[:, : -sketch.watched]
+    torch.testing.assert_close(deciding[1200:].square().sum(1), torch.full((70,), 7 / 8, dtype=torch.float64))
