@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from cdgrab.per_example.plan import Layer, find_layers, matrices_of
 from cdgrab.per_example.sketch import is_paired
 
+_MAPS = {
+    "paired": "paired: from Fourier features of inputs and output gradients; the gradient is never formed.",
+    "folded": "folded: the gradient is formed, and added up with random signs.",
+}
 _CHANNELS_FIRST = (nn.Conv1d, nn.Conv2d, nn.GroupNorm)
 
 
@@ -46,10 +50,11 @@ def explain(model: nn.Module, length: int, inputs: tuple[Any, ...] = ()) -> str:
                 how if layer.known else f"runs once more; {how}",
             ]
         )
-    kept = "is no longer than a sketch, and nothing is lost" if exact else f"becomes a sketch of {length} numbers"
+    kept = "is no longer than a sketch, and nothing is lost" if exact else f"becomes a sketch of {length:,} numbers"
+    used = [text for how, text in _MAPS.items() if any(how in row[-1] for row in table[1:])]
     notes = [
         f"The gradient of an example {kept}.",
-        "paired: from Fourier features of inputs and output gradients. folded: formed, and added up with random signs.",
+        *used,
         "extra: multiplications for sketches, over those of the layer's own forward and backward pass.",
     ]
     if not inputs:
