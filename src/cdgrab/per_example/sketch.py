@@ -65,10 +65,12 @@ class Side:
 
     def of_units(self, index: Tensor, like: Tensor) -> Tensor:
         """`index.shape x F`: features of unit vectors, given by the place of their one."""
-        if self._units_kF is None or self._units_kF.device != like.device or self._signs_d.dtype != like.dtype:
+        known = self._units_kF
+        if known is None or known.device != like.device or known.dtype != like.dtype.to_complex():
             ones_kk = torch.eye(self.length, dtype=like.dtype, device=like.device)
-            self._units_kF = self._ordered(torch.fft.rfft(ones_kk)[:, : self.length // 2]).contiguous()
-        units = self._units_kF[index % self.length]
+            known = self._ordered(torch.fft.rfft(ones_kk)[:, : self.length // 2]).contiguous()
+            self._units_kF = known
+        units = known[index % self.length]
         return units * self.signs(like)[index].view(*index.shape, *[1] * (units.ndim - index.ndim))
 
     def signs(self, like: Tensor) -> Tensor:

@@ -266,3 +266,34 @@ def test_every_coordinate_takes_part_in_decisions() -> None:
     sketch = Sketch(shapes, {"weight"}, 64, 0)
     deciding = projection(shapes, {"weight"}, 64, 0)[:, : -sketch.watched]
     torch.testing.assert_close(deciding[1200:].square().sum(1), torch.full((70,), 7 / 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("source", ["per_example", "sketch"])
+@pytest.mark.parametrize("name", ["mlp", "transformer", "lstm"])
+def test_examples_of_a_short_batch_weigh_as_much_as_others(name: str, source: str) -> None:
+    """The mean over four examples gives each of them more weight than the mean over six."""
+    model, x, y = build(name, 10)
+    ordering = Ordering(10, batch_size=6, unit_size=1, order="rr")
+    ordering.attach(model, source=source, length=64)
+    caught: list[Tensor] = []
+    attachment: Any = ordering._attachment
+    observe = attachment.observe
+
+    def noted(rows: Tensor) -> None:
+        caught.append(rows.clone())
+        observe(rows)
+
+    attachment.observe = noted
+    cross_entropy(model(x[:6]), y[:6]).backward()
+    cross_entropy(model(x[2:6]), y[2:6]).backward()
+    torch.testing.assert_close(caught[1], caught[0][2:])
+
+
+def test_a_model_may_change_its_type() -> None:
+    model, _, _ = build("tied", 6)
+    sketch = Sketch(shapes_of(model), matrices_of(model), 16, 0)
+    table = sketch.paired["tokens.weight"].outputs if sketch.paired else None
+    assert table is not None
+    for dtype in (torch.float64, torch.float32):
+        units = table.of_units(torch.arange(11), torch.zeros(1, dtype=dtype))
+        assert units.dtype == dtype.to_complex()
