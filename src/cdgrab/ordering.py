@@ -257,10 +257,11 @@ class Ordering:
         """Figures of the last finished epoch, ready for a logger; empty before there is one.
 
         `imbalance` is the longest running sum of the epoch over `sqrt(sum ||row||^2)`: random signs give about 1, good
-        balancing far less. It is that of whole gradients, also where sketches decide. `flipped` is the share of rows with a minus, `nonfinite` counts those left out
-        (a row is a pair's difference, or with MeanBalance one gradient),
-        `unobserved` units whose gradient never came. `seconds` is what this process spent on ordering, beside what
-        averaging takes anyway; on a GPU, what it took to hand the work over. `bytes` is what this rank sent.
+        balancing far less. It is that of whole gradients, also where sketches decide. `flipped` is the share of rows
+        with a minus, `nonfinite` counts those left out (a row is a pair's difference, or with MeanBalance one
+        gradient), `unobserved` units whose gradient never came. `seconds` is what this process spent on ordering,
+        beside what averaging takes anyway; on a GPU, what it took to hand the work over. `bytes` is what this rank
+        sent.
         """
         self._settle()
         return dict(self._meter.figures)
