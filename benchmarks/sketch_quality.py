@@ -33,8 +33,8 @@ LENGTHS = (64, 128, 256, 512, 1024)
 LONGER = 4096  # only if it is asked for with --contenders
 SEEDS = 5
 # 97.5 % quantiles of Student's distribution, from one degree of freedom on.
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-STUDENT += (2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064)
+STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
+STUDENT += [2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064]
 
 
 def contenders(before: bool) -> dict[str, tuple[str, dict[str, Any] | None]]:

@@ -63,6 +63,12 @@ class Intake:
         if self.sorter is not None:
             self.sorter.start_epoch(epoch, units.visits(self._settings.sorted_workers))
 
+    def go_on_from(self, before: Intake) -> None:
+        """Take over what does not depend on the form of rows: the draws of rules."""
+        rules, earlier = ([] if one.sorter is None else one.sorter.rules for one in (self, before))
+        for rule, other in zip(rules, earlier, strict=True):
+            rule.load_state_dict(other.state_dict())
+
     def checked(self, rows: Tensor) -> Tensor:
         """Rows of any form that users may pass, as `N x D`, of the type and on the device of the first that came."""
         if rows.ndim == 3:

@@ -16,7 +16,7 @@ from cdgrab.agreement import check_digest
 from cdgrab.arguments import whole_number
 from cdgrab.balance.rules import RuleMaker
 from cdgrab.balance.tally import Tally
-from cdgrab.exchange import ExchangeMaker, Gather, Sharded
+from cdgrab.exchange import ExchangeMaker
 from cdgrab.hooks import Attachment, Turn
 from cdgrab.intake import AnySorter, Intake, Sketched
 from cdgrab.metrics import Meter
@@ -162,6 +162,7 @@ class Ordering:
         """
         if self._attachment is not None:
             raise ValueError("gradients are observed by the model this ordering is attached to; call detach() first")
+        self._expect(None)
         self._observe(rows, units)
 
     def _observe(self, rows: Tensor, units: Tensor | None = None) -> None:
@@ -229,14 +230,12 @@ class Ordering:
         return explain(model, length, inputs)
 
     def detach(self) -> None:
-        """Stop observing. The model is left as it would be without ordering."""
+        """Stop observing. The model is left as it would be without ordering, and the ordering stays as it is."""
         if self._attachment is None:
             raise ValueError("the ordering is not attached to a model")
         self._settle()
         self._attachment.detach()
         self._attachment = None
-        if self._intake.sketched and not self._progress.turns:
-            self._take_rows()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` with what has been observed so far. Does nothing if `epoch` is the current one."""
@@ -333,12 +332,24 @@ class Ordering:
         else:
             self._observe(row_D)
 
-    def _take_rows(self, sketched: Sketched | None = None) -> None:
-        """Rows that come from now on are whole, or sketches. Short rows are gathered, by default."""
-        if self._by_default and isinstance(self._exchange, Sharded if sketched else Gather):
-            name = "gather" if sketched else None
-            self._exchange, self._group = self._settings.make_exchange(name)
-        self._intake = Intake(self._settings, self._exchange, sketched=sketched)
+    def _expect(self, sketched: Sketched | None) -> None:
+        """Rows that come from now on are whole, or sketches. No collective is started.
+
+        Within an epoch they stay what they are. Between epochs the draws of the rule go on.
+        """
+        if sketched == self._intake.sketched:
+            return
+        if self._progress.turns and self._sorter is not None:
+            raise ValueError(
+                f"{self._progress.turns} turns of this epoch have been observed already, as {self._intake.form}; go on "
+                "with these, or begin another epoch with set_epoch()"
+            )
+        exchange = self._settings.exchange_for(
+            self._exchange, self._group, by_default=self._by_default, sketched=sketched is not None
+        )
+        self._exchange, before = exchange, self._intake
+        self._intake = Intake(self._settings, exchange, sketched=sketched)
+        self._intake.go_on_from(before)
         self._intake.start_epoch(self._epoch, self._units)
 
     def _examples_due(self) -> int:

@@ -17,7 +17,18 @@ from torch.utils.data import Dataset
 from cdgrab.agreement import check_same
 from cdgrab.arguments import checked_unit_size, length_of, split_batch, whole_number
 from cdgrab.balance.rules import RuleMaker, find_rule
-from cdgrab.exchange import Exchange, ExchangeMaker, Local, Server, Sharded, find_exchange
+from cdgrab.exchange import (
+    EXCHANGES,
+    Exchange,
+    ExchangeMaker,
+    Gather,
+    Local,
+    Server,
+    Sharded,
+    Sketch,
+    find_exchange,
+    name_of,
+)
 from cdgrab.exchange.collectives import own_group
 from cdgrab.order import Balanced, Free, Herded, OrderSpec, find_order
 from cdgrab.units import Units, deal
@@ -157,7 +168,7 @@ class Settings:
 
     def make_exchange(self, exchange: str | ExchangeMaker | None) -> tuple[Exchange, dist.ProcessGroup | None]:
         """How rows come together, and the group in which ranks talk about them from now on."""
-        maker = find_exchange(exchange or ("sharded" if self.balances_pairs else "gather"))
+        maker = find_exchange(exchange or self._default_exchange)
         if maker is Sharded and self.coordinated and not self.balances_pairs:
             raise ValueError(
                 f"exchange 'sharded' balances pair differences, which order {self.order!r} does not; use 'gather'"
@@ -168,6 +179,37 @@ class Settings:
             return Local(), self.group
         group = own_group(self.group)
         return maker(group), group
+
+    def exchange_for(
+        self, current: Exchange, group: dist.ProcessGroup | None, *, by_default: bool, sketched: bool
+    ) -> Exchange:
+        """How whole rows, or sketches, come together from now on. Nobody else has to be asked.
+
+        Args:
+            current: The exchange so far.
+            group: In which ranks talk about rows.
+            by_default: Whether the user has left the choice open. Sketches, which are short, are gathered then.
+            sketched: Whether rows are sketches.
+        """
+        if isinstance(current, Local):
+            return current
+        if not by_default:
+            if sketched and isinstance(current, (Sharded, Sketch)):
+                raise ValueError(
+                    f"exchange {name_of(current)!r} is for whole rows, and sketches are short; leave exchange= out, or "
+                    "make the ordering with 'gather'"
+                )
+            return current
+        maker = Gather if sketched else EXCHANGES[self._default_exchange]
+        if type(current) is maker:
+            return current
+        exchange = maker(group)
+        exchange.bytes_sent = current.bytes_sent
+        return exchange
+
+    @property
+    def _default_exchange(self) -> str:
+        return "sharded" if self.balances_pairs else "gather"
 
     def _check_world(self) -> None:
         if self.ranks_meet:

@@ -16,7 +16,7 @@ from torch import Tensor
 from cdgrab.balance import compiled
 from cdgrab.balance.balancer import Balancer, Signs
 from cdgrab.balance.recorded import LONG_ROW, RecordedBlocks
-from cdgrab.balance.rules import RuleMaker
+from cdgrab.balance.rules import Rule, RuleMaker
 from cdgrab.balance.tally import Tally, Witness
 from cdgrab.decisions import Decisions
 from cdgrab.grads.centring import CENTRINGS
@@ -38,6 +38,10 @@ class Sorter(Protocol):
     @property
     def decisions(self) -> Decisions:
         """The signs so far."""
+
+    @property
+    def rules(self) -> list[Rule]:
+        """The rules, one for each running sum."""
 
     def start_epoch(self, epoch: int, visits: IntArray) -> None:
         """Begin; `visits` says how many units each worker is going to visit."""
@@ -95,6 +99,10 @@ class SignSorter:
         self._waiting_TWD = torch.zeros(0, len(rngs), 0)
         self._num_waiting = 0
         self.decisions = Decisions()
+
+    @property
+    def rules(self) -> list[Rule]:
+        return [balancer.rule for balancer in self._balancers]
 
     def start_epoch(self, epoch: int, visits: IntArray) -> None:
         self._centring.start_epoch()
@@ -249,6 +257,7 @@ class HerdingSorter:
         self.decisions = Decisions()  # stays empty: greedy herding knows no signs
         self._rows: list[list[Tensor]] = [[] for _ in range(num_workers)]
         self._herded: list[IntArray] = []
+        self.rules: list[Rule] = []  # nothing is drawn
 
     def start_epoch(self, epoch: int, visits: IntArray) -> None:  # noqa: ARG002
         for rows in self._rows:

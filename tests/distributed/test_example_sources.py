@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -48,18 +51,48 @@ def test_orders_are_those_of_the_simulation(exchange: str | None, source: str) -
         assert [orders[epoch][0] for orders in ranks] == expected[epoch]
 
 
-def sharded_sketches() -> tuple[str, str]:
-    ordering = Ordering(26, batch_size=2, unit_size=1)
-    ordering.attach(DistributedDataParallel(net()), source="sketch")
-    form = ordering._intake.form  # how they travel by default
-    ordering.detach()
+def other_forms() -> tuple[list[str], int, list[float]]:
+    """How rows travel with one source after the other, process groups that come, and bytes of an epoch."""
+    ordering, model = Ordering(8, batch_size=2, unit_size=1), DistributedDataParallel(net())
+    known: Any = dist.distributed_c10d._world
+    groups, forms, sent = len(known.pg_map), [], []
+    for source in ("sketch", "per_example", "sketch"):
+        ordering.attach(model, source=source)
+        forms.append(ordering._intake.form)
+        epoch = ordering.epoch
+        while ordering.epoch == epoch:
+            batch = torch.from_numpy(ordering.remaining()[:2])
+            cross_entropy(model(X[batch]), Y[batch]).backward()
+        sent.append(ordering.metrics()["bytes"])
+        ordering.detach()
+    groups = len(known.pg_map) - groups
     other = Ordering(26, batch_size=2, unit_size=1, exchange="sharded")
-    with pytest.raises(ValueError, match="sketches are short") as error:
-        other.attach(DistributedDataParallel(net()), source="sketch")
-    return form, str(error.value)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match="'sharded' is for whole rows, and sketches are short; leave exchange= out"
+        ):
+            other.attach(model, source="sketch")
+    assert other._intake.form == "rows (exchange 'sharded')"
+    return forms, groups, sent
 
 
 def test_sketches_are_gathered() -> None:
-    for form, error in run_ranks(2, sharded_sketches):
-        assert form == "sketches of 1024 numbers (exchange 'gather')"
-        assert "leave exchange= out, or make the ordering with 'gather'" in error
+    for forms, groups, (first, whole, again) in run_ranks(2, other_forms):
+        sketches = "sketches of 1024 numbers (exchange 'gather')"
+        assert forms == [sketches, "rows (exchange 'sharded')", sketches]
+        assert groups == 0
+        assert first == again > 0
+        assert whole > 0
+
+
+def other_lengths() -> str:
+    ordering = Ordering(8, batch_size=2, unit_size=1)
+    with pytest.raises(ValueError, match="length") as error:
+        ordering.attach(DistributedDataParallel(net()), source="sketch", length=64 << dist.get_rank())
+    return str(error.value)
+
+
+def test_ranks_that_disagree_on_the_length_are_told() -> None:
+    for error in run_ranks(2, other_lengths):
+        assert "64" in error
+        assert "128" in error

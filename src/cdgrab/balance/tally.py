@@ -84,8 +84,9 @@ class Witness:
 
     def add(self, rows_Kw: Tensor, signs_K: SignArray | Tensor) -> None:
         """Take rows in balancing order, with their signs."""
-        rows_Kw = rows_Kw.double()
-        rows_Kw = torch.where(rows_Kw.isfinite().all(1, keepdim=True), rows_Kw, 0.0)
+        # As in the balancer, a row counts if its squared length is finite in the type of the rows.
+        counts_K1 = (WITNESS_SHARE * rows_Kw.square()).sum(1, keepdim=True).isfinite()
+        rows_Kw = torch.where(counts_K1, rows_Kw, 0.0).double()
         signed_Kw = rows_Kw * torch.as_tensor(signs_K, device=rows_Kw.device)[:, None]
         if self.running_sum.numel() == 0:
             self.running_sum = rows_Kw.new_zeros(rows_Kw.shape[1])

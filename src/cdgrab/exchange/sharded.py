@@ -73,6 +73,7 @@ class ShardedPairs:
         self._exchange = exchange
         self._num_workers = num_workers
         self._rule = rule
+        self.rules = [rule]
         self._tally = Tally()
         self.differences: dict[Any, Tensor] = {}  # piece -> W x c; first rows until the second ones have come
         self.running_sum: dict[Any, Tensor] = {}  # piece -> c

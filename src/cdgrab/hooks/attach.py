@@ -65,6 +65,7 @@ def attach(
             f"unit_size is {ordering.unit_size}, but a backward pass gives one gradient for the whole batch of "
             f"{batch}; use unit_size=None, or single examples: unit_size=1 and attach(model, source='sketch')"
         )
+    ordering._expect(None)
     wrapped = isinstance(model, DistributedDataParallel)
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     if hook is not None and not wrapped:
@@ -91,29 +92,12 @@ def _attach_examples(ordering: Ordering, model: nn.Module, source: str, reductio
         raise ValueError("with fully_shard no rank has whole layers to look at; use source 'batch'")
     watched = model.module if isinstance(model, DistributedDataParallel) else model
     shapes = {name: p.shape for name, p in watched.named_parameters() if p.requires_grad}
-    rows: RowBuilder = WholeRows(shapes)
-    if source == "sketch":
-        sketch = Sketch(shapes, matrices_of(watched), length, ordering.seed)
-        _take_sketches(ordering, sketch)
-        rows = SketchedRows(sketch)
+    sketch = Sketch(shapes, matrices_of(watched), length, ordering.seed) if source == "sketch" else None
+    if ordering._settings.ranks_meet:
+        check_same("the model", {**_fingerprint(watched), "source": source, "length": length}, ordering._group)
+    ordering._expect(None if sketch is None else Sketched(sketch.length, sketch.watched))
+    rows: RowBuilder = WholeRows(shapes) if sketch is None else SketchedRows(sketch)
     return ExampleCapture(ordering, watched, rows, mean=reduction == "mean")
-
-
-def _take_sketches(ordering: Ordering, sketch: Sketch) -> None:
-    sketched = Sketched(sketch.length, sketch.watched)
-    if ordering._intake.sketched == sketched:
-        return  # of a model that was attached before, in the same epoch
-    if ordering._progress.turns and ordering._sorter is not None:
-        raise ValueError(
-            f"{ordering._progress.turns} turns of this epoch have been observed already, as {ordering._intake.form}; "
-            "attach the model before the first batch of an epoch"
-        )
-    ordering._take_rows(sketched)
-    if isinstance(ordering._sorter, ShardedPairs):
-        raise ValueError(
-            "exchange 'sharded' deals the numbers of a row out to the ranks, and sketches are short; leave exchange= "
-            "out, or make the ordering with 'gather'"
-        )
 
 
 def _attach_ddp(

@@ -62,7 +62,7 @@ class _Use:
         pairs = zip(self.grads, self.outputs, strict=True)
         return all(grad is not None or not output.requires_grad for grad, output in pairs)
 
-    def records(self, num: int, parts: int, kept: dict[nn.Module, Opened]) -> LayerFactors:
+    def factors(self, num: int, parts: int, kept: dict[nn.Module, Opened]) -> LayerFactors:
         """For `num` examples, each of `parts` entries. What is `kept` serves later calls."""
         module = self.layer.module
         if self.versions != [tensor._version for tensor in self.tensors()]:
@@ -132,7 +132,7 @@ class _Writing:
                 self._before_sum[name] = others
         self._taken: set[_Use] = set()
         # What is made on one stream and read on another must stay until all of them have been waited for.
-        self._records: list[LayerFactors] = []
+        self._factors: list[LayerFactors] = []
 
     def watch(self) -> list[Any]:
         """Handles of the hooks that must be removed after the pass: they and the outputs hold on to each other."""
@@ -160,12 +160,12 @@ class _Writing:
         self._taken.add(use)
         stream = self._beside(None)
         with torch.no_grad(), _on(stream):
-            records = use.records(self._num, self._parts, self._kept)
-            self._records.append(records)
+            factors = use.factors(self._num, self._parts, self._kept)
+            self._factors.append(factors)
             for number, (key, name) in enumerate(use.names.items()):
                 other = self._beside(stream) if number else stream
                 with _on(other):
-                    found = [records[key]] if key in records else []
+                    found = [factors[key]] if key in factors else []
                     self._write(name, found, other)
                     self._add_up(use, key, found)
 
@@ -230,7 +230,7 @@ class ExampleRows:
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._parameters = trainable
         self._sizes = [parameter.numel() for parameter in trainable.values()]
-        # As wide as records are.
+        # As wide as factors are.
         self._dtype = reduce(torch.promote_types, (p.dtype for p in trainable.values()), torch.float32)
         self._checked = False
         self._parts = parts

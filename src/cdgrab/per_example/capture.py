@@ -161,7 +161,7 @@ class ExampleCapture:
             self._handles.append(layer.module.register_forward_hook(after(layer), with_kwargs=True))
 
     def settle(self) -> None:
-        pass
+        """Nothing waits: rows are observed before `backward()` returns."""
 
     def detach(self) -> None:
         self._detached = True  # outputs that are there still have their hooks

@@ -52,7 +52,12 @@ class Convolved:
         return torch.cat([(b.flatten(2) @ patches(a, geometry).mT).flatten(1) for a, b in parts])
 
     def sketched(self, paired: Paired) -> Tensor:
-        """No patch is copied: features of the channels go through a convolution with the signs of the window."""
+        """Without patches, features of the channels go through a convolution with the signs of the window.
+
+        Where there are many positions, or few weights, rows are formed and sketched instead.
+        """
+        if paired.prefers_rows(math.prod(self.geometry.outputs), 2 + math.prod(self.geometry.kernel) / 3):
+            return paired.of_rows(self.rows())
         some = paired.at_a_time(self.x, self.x[0, 0].numel())
         parts = [
             paired.product(self._features(paired, x), paired.outputs(grad.flatten(2).mT))

@@ -49,12 +49,6 @@ def register(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
     hooks[hook] = hook  # those with a handle have numbers
 
 
-def place_of(tensor: Tensor) -> tuple[int, int]:
-    """Its device, and the stream that work with it goes to now."""
-    device = tensor.get_device()
-    return device, torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
-
-
 @contextmanager
 def _aside(device: torch.device) -> Iterator[None]:
     with torch.no_grad(), torch.autocast(device.type, enabled=False):

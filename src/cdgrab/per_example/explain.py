@@ -7,19 +7,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from cdgrab.per_example.plan import Layer, find_layers, matrices_of
-from cdgrab.per_example.sketch import is_paired
+from cdgrab.per_example.sketch import TRANSFORM, is_paired
 
 _MAPS = {
-    "paired": "paired: from Fourier features of inputs and output gradients; the gradient is never formed.",
+    "paired": "paired: from Fourier features of inputs and output gradients, or of the gradient where that is cheaper.",
     "folded": "folded: the gradient is formed, and added up with random signs.",
 }
 _CHANNELS_FIRST = (nn.Conv1d, nn.Conv2d, nn.GroupNorm)
 
 
 class _Part(NamedTuple):
-    """A trainable parameter of a layer: how it is sketched, and multiplications of one example for that."""
+    """A trainable parameter of a layer: how it is sketched, and the work of one example for that."""
 
     how: str
     work: float
@@ -36,7 +37,7 @@ def explain(model: nn.Module, length: int, inputs: tuple[Any, ...] = ()) -> str:
     for layer in layers:
         places = positions.get(layer.name, 1)
         trained = [p for p in layer.module.parameters() if p.requires_grad]
-        parts = [_part(p.shape, length, places, factored=not exact and names[id(p)] in matrices) for p in trained]
+        parts = [_part(p.shape, length, places, factored=names[id(p)] in matrices, exact=exact) for p in trained]
         own = sum(3 * places * p.numel() for p in trained)
         extra = sum(part.work for part in parts) / own + (0 if layer.known else 1)
         how = " and ".join(dict.fromkeys(part.how for part in parts))
@@ -55,19 +56,21 @@ def explain(model: nn.Module, length: int, inputs: tuple[Any, ...] = ()) -> str:
     notes = [
         f"The gradient of an example {kept}.",
         *used,
-        "extra: multiplications for sketches, over those of the layer's own forward and backward pass.",
+        "extra: about the time for sketches, over that of the layer's own forward and backward pass.",
     ]
     if not inputs:
         notes.append("Without inputs every layer is taken to have one position: give a batch, explain(model, x).")
     return "\n".join([*_aligned(table), *notes])
 
 
-def _part(shape: torch.Size, length: int, positions: int, *, factored: bool) -> _Part:
-    if factored and is_paired(shape, length):
-        window = math.prod(shape[2:])
-        # Two Fourier transforms, the signs of a convolution's window, and a product of complex numbers.
-        return _Part("paired", positions * length * (math.log2(length) + (window if window > 1 else 0) + 2))
-    return _Part("folded", (positions if factored else 1) * shape.numel() + shape.numel())
+def _part(shape: torch.Size, length: int, positions: int, *, factored: bool, exact: bool) -> _Part:
+    """Work is told in multiplications of a matrix product, as `Paired.prefers_rows` tells it."""
+    formed = (positions if factored else 1) * shape.numel()
+    if exact or not (factored and is_paired(shape, length)):
+        return _Part("folded", formed + shape.numel())
+    window, transform = math.prod(shape[2:]), TRANSFORM * length
+    by_features = positions * transform * (2 + (window / 3 if window > 1 else 0))
+    return _Part("paired", min(by_features, formed + shape[0] * window * transform))
 
 
 def _aligned(table: list[list[str]]) -> list[str]:
@@ -84,7 +87,7 @@ def _aligned(table: list[list[str]]) -> list[str]:
 def _positions(model: nn.Module, layers: list[Layer], inputs: tuple[Any, ...]) -> dict[str, int]:
     """Outputs in time or space for each example, by layer, from one forward pass."""
     found: dict[str, int] = {}
-    num = len(inputs[0])
+    num = next(len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
 
     def note(name: str, output: Any) -> None:
         output = output[0] if isinstance(output, tuple) else output  # a state beside it
@@ -97,7 +100,8 @@ def _positions(model: nn.Module, layers: list[Layer], inputs: tuple[Any, ...]) -
         for layer in layers
     ]
     try:
-        with torch.no_grad():
+        # Dropout draws; the run that goes on must not notice.
+        with torch.no_grad(), torch.random.fork_rng():
             model(*inputs)
     finally:
         for handle in handles:

@@ -34,7 +34,7 @@ WHOLE = (nn.MultiheadAttention, nn.RNNBase)
 
 
 def linear(module: nn.Linear, x: Tensor, grad: Tensor, num: int) -> LayerFactors:
-    """Factors."""
+    """The input and the output gradient themselves."""
     a_NTp, b_NTq = by_example(x, num), by_example(grad, num)
     return {"weight": Matrix(a_NTp, b_NTq), **_bias(module, b_NTq)}
 

@@ -60,7 +60,7 @@ class SketchedRows:
         if paired is None:
             self._sketch.add_rows(name, factors.rows())
         else:
-            self._sketch.add_sketch(factors.sketched(paired))
+            self._sketch.add(factors.sketched(paired))
 
     def finish(self) -> Tensor:
         return self._sketch.finish()

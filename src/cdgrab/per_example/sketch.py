@@ -1,9 +1,9 @@
 """One short row for every example, of the same length for every model: a sketch of its gradient.
 
-Balancing needs inner products of gradients and nothing else, and a random projection preserves inner products. The
-projection here is fixed by the parameters' names and shapes, the length and a seed: nothing is fitted to data, nothing
-is saved, and every rank has the same one. Two kinds of maps share the `length` numbers; each parameter uses one, and
-their results are added, so that every parameter has the full length:
+Balancing needs inner products of gradients and nothing else, and a random projection preserves them. The projection
+here depends on the shapes of the parameters in their order, on which of them are matrices, on the length and on a seed.
+Nothing is fitted to data, nothing is saved, and every rank has the same one. Two kinds of maps share the `length`
+numbers. Each parameter uses one, and their results are added, so that every parameter has the full length:
 
     Paired   for a large matrix with gradient `sum_t outer(b_t, a_t)`: both sides get random signs and a Fourier
              transform, frequency `f` of one side is multiplied by frequency `turn(f)` of the other, and the products
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cdgrab.arguments import whole_number
 from cdgrab.balance.tally import WITNESS_SHARE
 from cdgrab.units import generator
 
@@ -40,7 +41,11 @@ LEAST_LENGTH = 16
 FOLDED_ENTRIES = 8
 # Numbers of features that are made at a time: a CPU keeps them in cache, a GPU has room.
 MOST_FEATURES = {"cpu": 1 << 18, "cuda": 1 << 24}
+# Multiplications of a matrix product that take as long as a Fourier transform and what goes with it, for each number of
+# the sketch. Measured on a CPU.
+TRANSFORM = 40
 _WAITING = 1 << 20  # numbers of rows that wait to be folded together
+_MOST_PADDED = 1 << 22  # signs that are kept in the order in which parameters came
 
 
 class Side:
@@ -112,8 +117,19 @@ class Paired:
         signs_Fw = rng.integers(0, 2, (length // 2, places)) * 2.0 - 1.0
         self._window_signs_Fw = torch.from_numpy(signs_Fw if places > 1 else np.ones_like(signs_Fw))
 
+    def prefers_rows(self, positions: int, per_position: float) -> bool:
+        """Whether forming a gradient and sketching it costs less than features of all positions.
+
+        `per_position` is what the features of a position cost, in Fourier transforms. Both ways give the same numbers.
+        """
+        (q, p), window = (self.outputs.size, self.inputs.size), math.prod(self.window)
+        transform = TRANSFORM * self.length
+        return q * window * transform + positions * p * q * window < positions * per_position * transform
+
     def summed(self, a_NTp: Tensor, b_NTq: Tensor) -> Tensor:
         """`N x k`: the sketch of `sum_t outer(b_t, a_t)`, a few examples at a time so that features stay in cache."""
+        if self.prefers_rows(a_NTp.shape[1], 2):
+            return self.of_rows((b_NTq.mT @ a_NTp).flatten(1))
         some = self.at_a_time(a_NTp, a_NTp.shape[1])
         parts = [
             self.product(self.inputs(a), self.outputs(b))
@@ -134,10 +150,13 @@ class Paired:
     def of_rows(self, rows_ND: Tensor) -> Tensor:
         """`N x k`: the sketch of gradients that are rows already."""
         (q, p), window = (self.outputs.size, self.inputs.size), math.prod(self.window)
-        rows_Nqpw = rows_ND.view(len(rows_ND), q, p, window)
-        a_NqwF = self.inputs(rows_Nqpw.mT) * self.window_signs(rows_ND).T
         b_qF = self.outputs.of_units(torch.arange(q, device=rows_ND.device), rows_ND)
-        return self.product(a_NqwF.sum(2), b_qF[None])
+        parts = []
+        for some_nD in rows_ND.split(self.at_a_time(rows_ND, q * window)):
+            a_nqwF = self.inputs(some_nD.view(len(some_nD), q, p, window).mT)
+            a_nqF = (a_nqwF * self.window_signs(rows_ND).T).sum(2) if window > 1 else a_nqwF[:, :, 0]
+            parts.append(self.product(a_nqF, b_qF[None]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def window_signs(self, like: Tensor) -> Tensor:
         """`F x w`: the signs of every place of a convolution's window, frequency by frequency."""
@@ -200,9 +219,10 @@ class Folding:
         known = self._padded.get(names)
         if known is None or known.dtype != like.dtype or known.device != like.device:
             padded = [torch.nn.functional.pad(self._signs[name], self._margins[name]) for name in names]
-            if len(self._padded) > 8 * len(self._signs):  # passes differ without end
+            known = torch.cat(padded).to(like)
+            if sum(map(len, self._padded.values())) > _MOST_PADDED:  # passes differ without end
                 self._padded.clear()
-            known = self._padded[names] = torch.cat(padded).to(like)
+            self._padded[names] = known
         return known
 
 
@@ -232,17 +252,18 @@ class Sketch:
     def add_rows(self, name: str, rows_ND: Tensor) -> None:
         """Add the gradients of a parameter, one row for each example of the batch."""
         if name in self.paired:
-            self._add(self.paired[name].of_rows(rows_ND))
+            self.add(self.paired[name].of_rows(rows_ND))
         elif self._folding.add(name, rows_ND):
-            self._add(self._folding.take())
+            self.add(self._folding.take())
 
-    def add_sketch(self, sketch_Nk: Tensor) -> None:
+    def add(self, part_Nk: Tensor | None) -> None:
         """Add what `paired[name]` has made of the factors of a parameter."""
-        self._add(sketch_Nk)
+        if part_Nk is not None:
+            self._sum_Nk = part_Nk if self._sum_Nk is None else self._sum_Nk + part_Nk
 
     def finish(self) -> Tensor:
         """`N x k`: the sketches of the batch."""
-        self._add(self._folding.take())
+        self.add(self._folding.take())
         found, self._sum_Nk = self._sum_Nk, None
         assert found is not None, "no gradient came"
         # A number that is not finite makes its whole row so: a row is balanced, or it is left out.
@@ -265,10 +286,6 @@ class Sketch:
         self._folding.drop()
         self._sum_Nk = None
 
-    def _add(self, part_Nk: Tensor | None) -> None:
-        if part_Nk is not None:
-            self._sum_Nk = part_Nk if self._sum_Nk is None else self._sum_Nk + part_Nk
-
 
 def is_paired(shape: torch.Size, length: int) -> bool:
     """Whether a matrix of this shape is sketched from factors; a smaller one is formed and folded."""
@@ -277,6 +294,7 @@ def is_paired(shape: torch.Size, length: int) -> bool:
 
 def checked_length(length: int) -> int:
     """`length`, if it is one that a sketch can have."""
+    length = whole_number("length", length, least=0)
     if length < LEAST_LENGTH or length & (length - 1):
         raise ValueError(
             f"length is {length}; a sketch has a power of two of numbers, {LEAST_LENGTH} or more, such as "
@@ -288,8 +306,8 @@ def checked_length(length: int) -> int:
 def turn_sizes(frequencies: int) -> tuple[int, int]:
     """Rows and columns of the table in which frequencies are turned: written row by row, read column by column.
 
-    Neighbours in frequency are alike where a side is shorter than the sketch. The turn pairs them with frequencies
-    that lie far apart.
+    Frequency `f = x * columns + y` of the inputs is paired with frequency `y * rows + x` of the outputs. Neighbours in
+    frequency are alike where a side is shorter than the sketch; they meet frequencies that lie far apart.
     """
     rows = 1 << ((frequencies.bit_length() - 1) // 2)
     return rows, frequencies // rows

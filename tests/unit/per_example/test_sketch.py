@@ -16,7 +16,7 @@ from cdgrab import Ordering, World
 from cdgrab.balance.tally import WITNESS_SHARE
 from cdgrab.per_example.plan import matrices_of
 from cdgrab.per_example.reference import projection
-from cdgrab.per_example.sketch import MOST_FEATURES, Paired, Sketch, checked_length
+from cdgrab.per_example.sketch import MOST_FEATURES, TRANSFORM, Paired, Sketch, checked_length
 
 
 class Convolutions(nn.Module):
@@ -134,6 +134,12 @@ def test_lengths(length: int) -> None:
         checked_length(length)
 
 
+@pytest.mark.parametrize("length", [1024.5, "64", True])
+def test_lengths_are_whole_numbers(length: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="length"):
+        checked_length(length)
+
+
 def epochs(ordering: Ordering, model: nn.Module, x: Tensor, y: Tensor, count: int) -> None:
     for _ in range(count * -(-len(x) // ordering.batch_size)):
         batch = torch.from_numpy(ordering.remaining()[: ordering.batch_size])
@@ -242,18 +248,11 @@ def test_the_plan() -> None:
     ordering = Ordering(4, batch_size=2, unit_size=1)
     header, conv, linear, *notes = ordering.explain(net, torch.zeros(2, 3, 4, 4), length=64).splitlines()
     assert header.split() == ["layer", "type", "parameters", "positions", "extra", "sketch"]
-    # 4 positions of 64 * (6 + 9 + 2), and a bias of 40 that is formed and folded, over 3 * 4 * 1,120
-    assert conv.split() == [
-        "0",
-        "Conv2d",
-        "1,120",
-        "4",
-        f"{(4 * 64 * 17 + 80) / (3 * 4 * 1120):.2f}x",
-        "paired",
-        "and",
-        "folded",
-    ]
-    assert linear.split()[:5] == ["2", "Linear", "8,050", "1", f"{(64 * 8 + 100) / (3 * 8050):.2f}x"]
+    # Four positions with features of five transforms each, and a bias of 40 that is formed and folded.
+    transform = TRANSFORM * 64
+    assert conv.split()[:4] == ["0", "Conv2d", "1,120", "4"]
+    assert conv.split()[4:] == [f"{(4 * 5 * transform + 200) / (3 * 4 * 1120):.2f}x", "paired", "and", "folded"]
+    assert linear.split()[:5] == ["2", "Linear", "8,050", "1", f"{(2 * transform + 100) / (3 * 8050):.2f}x"]
     assert "becomes a sketch of 64 numbers" in notes[0]
     assert "nothing is lost" in ordering.explain(nn.Linear(3, 3))
     assert "runs once more" in ordering.explain(nn.LSTM(4, 5, batch_first=True), torch.zeros(2, 3, 4))
@@ -297,3 +296,109 @@ def test_a_model_may_change_its_type() -> None:
     for dtype in (torch.float64, torch.float32):
         units = table.of_units(torch.arange(11), torch.zeros(1, dtype=dtype))
         assert units.dtype == dtype.to_complex()
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("name", ["transformer", "convolutions", "attention", "lstm"])
+def test_both_ways_to_the_sketch_of_a_matrix(name: str, rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From features of all positions, and from gradients that are formed."""
+    model, x, y = built(name)
+    monkeypatch.setattr("cdgrab.per_example.sketch.FOLDED_ENTRIES", 1)
+    expected = rows_of(model, x, y, source="sketch", length=16)
+    monkeypatch.setattr(Paired, "prefers_rows", lambda *_: rows)
+    torch.testing.assert_close(rows_of(model, x, y, source="sketch", length=16), expected)
+
+
+def test_many_positions_are_sketched_from_rows() -> None:
+    paired = Paired(torch.Size((64, 64)), 1024, np.random.default_rng(0))
+    assert not paired.prefers_rows(1, 2)
+    assert not paired.prefers_rows(16, 2)
+    assert paired.prefers_rows(1024, 2)
+    wide = Paired(torch.Size((4096, 4096)), 1024, np.random.default_rng(0))
+    assert not wide.prefers_rows(4096, 2)
+
+
+@pytest.mark.parametrize(("order", "rule"), [("cd-grab", "walk"), ("pair", "halving"), ("grab", "greedy")])
+def test_attaching_again_between_epochs_changes_nothing(order: str, rule: str) -> None:
+    def orders(again: bool) -> list[list[int]]:
+        model, x, y = build("mlp", 24)
+        ordering = Ordering(24, batch_size=4, unit_size=1, order=order, rule=rule, seed=1)
+        ordering.attach(model, source="sketch", length=32)
+        found = []
+        for _ in range(4):
+            epochs(ordering, model, x, y, 1)
+            found.append(ordering.order.tolist())
+            if again:
+                ordering.detach()
+                ordering.attach(model, source="sketch", length=32)
+        return found
+
+    assert orders(again=True) == orders(again=False)
+
+
+def test_draws_go_on_with_another_source() -> None:
+    def draw(source: str) -> Any:
+        model, x, y = build("mlp", 24)
+        ordering = Ordering(24, batch_size=4, unit_size=1, rule="walk", seed=1)
+        ordering.attach(model, source="per_example")
+        epochs(ordering, model, x, y, 1)
+        ordering.detach()
+        ordering.attach(model, source=source, length=32)
+        sorter: Any = ordering._sorter
+        return sorter.rules[0].state_dict()
+
+    assert str(draw("sketch")) == str(draw("per_example"))
+
+
+def test_rows_of_an_epoch_are_of_one_form() -> None:
+    model, x, y = build("mlp", 8)
+    ordering = Ordering(8, batch_size=2, unit_size=1, seed=1)
+    ordering.attach(model, source="sketch", length=16)
+    cross_entropy(model(x[:2]), y[:2]).backward()
+    ordering.detach()
+    others: list[Any] = [
+        lambda: ordering.attach(model, source="per_example"),
+        lambda: ordering.attach(model, source="sketch", length=32),
+        lambda: ordering.observe(randn(2, 16)),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="2 turns of this epoch have been observed already, as sketches of 16"):
+            other()
+    ordering.set_epoch(1)
+    ordering.observe(randn(2, 3))
+    assert ordering.examples_left == 6
+
+
+def test_gradients_that_are_too_long_are_left_out_everywhere() -> None:
+    model, x, y = build("transformer", 8, torch.float32)
+
+    def figures(*scales: float) -> dict[str, float]:
+        ordering = Ordering(8 * len(scales), batch_size=8, unit_size=1, seed=1)
+        ordering.attach(model, source="sketch", length=16)
+        for scale in scales:
+            (scale * cross_entropy(model(x), y)).backward()
+        ordering.detach()
+        return ordering.metrics()
+
+    found = figures(1.0, 1e24)
+    assert found["nonfinite"] == 4
+    assert found["imbalance"] == pytest.approx(figures(1.0)["imbalance"])
+
+
+def test_passes_that_differ_without_end_keep_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cdgrab.per_example.sketch._MOST_PADDED", 200)
+    names = [f"bias {i}" for i in range(6)]
+    sketch = Sketch({name: torch.Size((10,)) for name in names}, set(), 16, 0)
+    for number in range(1, 64):
+        for i, name in enumerate(names):
+            if number >> i & 1:
+                sketch.add_rows(name, randn(3, 10))
+        sketch.finish()
+    assert sum(map(len, sketch._folding._padded.values())) <= 200 + 6 * 32
+
+
+def test_the_plan_draws_nothing() -> None:
+    net = nn.Sequential(nn.Linear(6, 6), nn.Dropout())
+    before = torch.random.get_rng_state()
+    Ordering(4, batch_size=2, unit_size=1).explain(net, torch.zeros(2, 6))
+    assert torch.equal(torch.random.get_rng_state(), before)
