@@ -30,7 +30,9 @@ from benchmarks import report
 RECORDS = Path(__file__).parent / "results" / "sketch_quality.jsonl"
 FIGURE = Path(__file__).parents[1] / "docs" / "sketches.png"
 LENGTHS = (64, 128, 256, 512, 1024)
-LONGER = 4096  # only if it is asked for with --contenders
+LONGER = 4096
+GAUSSIAN = ("gaussian-256", "gaussian-1024")
+ASKED_FOR = {f"sketch-{LONGER}", *GAUSSIAN}  # with --contenders, and not by default: they take long
 SEEDS = 5
 # 97.5 % quantiles of Student's distribution, from one degree of freedom on.
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
@@ -48,7 +50,10 @@ def contenders(before: bool) -> dict[str, tuple[str, dict[str, Any] | None]]:
     sketches: dict[str, tuple[str, dict[str, Any] | None]] = {
         f"sketch-{length}": ("cd-grab", {"source": "sketch", "length": length}) for length in (*LENGTHS, LONGER)
     }
-    return {"rr": ("rr", None), "exact": ("cd-grab", {"source": "per_example"}), **sketches}
+    rivals: dict[str, tuple[str, dict[str, Any] | None]] = {
+        name: ("cd-grab", {"gaussian": int(name.partition("-")[2])}) for name in GAUSSIAN
+    }
+    return {"rr": ("rr", None), "exact": ("cd-grab", {"source": "per_example"}), **sketches, **rivals}
 
 
 class Run(NamedTuple):
@@ -145,7 +150,7 @@ def summary() -> tuple[list[str], list[list[str]], dict[str, dict[str, Share]], 
     for run, record in known().items():
         found[run.task][run.contender][run.seed] = record
     names = [f"sketch-{length}" for length in (*LENGTHS, LONGER)]
-    names += [f"{kind}-{length}" for kind in ("kronecker", "fitted") for length in (256, 1024)]
+    names += [*GAUSSIAN, *(f"{kind}-{length}" for kind in ("kronecker", "fitted") for length in (256, 1024))]
     rows: list[list[str]] = []
     shares: dict[str, dict[str, Share]] = {}
     notes: list[str] = []
@@ -231,7 +236,7 @@ def main() -> None:
         print(json.dumps(train(run, options.data, options.before is not None)))
         return
     if not options.report:
-        every = [name for name in contenders(options.before is not None) if name != f"sketch-{LONGER}"]
+        every = [name for name in contenders(options.before is not None) if name not in ASKED_FOR]
         names = options.contenders or every
         wanted = [Run(task, name, seed) for task in options.tasks for seed in range(options.seeds) for name in names]
         there = known()

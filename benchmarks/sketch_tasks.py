@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler
 
-from cdgrab import Ordering, World
+from cdgrab import Ordering, World, per_example_grads
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Task:
 
     load: Callable[[Path], tuple[Tensor, Tensor]]
     make: Callable[[int], nn.Module]
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    loss: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]
     batch: int
     epochs: int
     lr: float
@@ -50,7 +50,8 @@ def losses(task: Task, data: Path, seed: int, order: str, attach: dict[str, Any]
         data: Folder with the public data files.
         seed: Of the model and of the first order.
         order: As in `Ordering`.
-        attach: Options of `attach`; None for orders without gradients.
+        attach: Options of `attach`; None for orders without gradients. `{"gaussian": k}` observes whole rows times a
+            dense matrix of `k` columns instead: the rival.
     """
     x, y = task.load(data)
     model = task.make(seed)
@@ -66,13 +67,19 @@ def losses(task: Task, data: Path, seed: int, order: str, attach: dict[str, Any]
         world=World.simulated(task.batch),
         drop_last=True,
     )
-    if attach is not None:
+    gaussian = None if attach is None else attach.get("gaussian")
+    if gaussian is not None:
+        dim = sum(parameter.numel() for parameter in model.parameters())
+        projection = torch.randn(dim, gaussian, generator=torch.Generator().manual_seed(seed))
+    elif attach is not None:
         ordering.attach(model, **attach)
     batches = BatchSampler(ordering.sampler, task.batch, drop_last=False)
     for epoch in range(task.epochs):
         ordering.sampler.set_epoch(epoch)
         for index in batches:
             optimizer.zero_grad()
+            if gaussian is not None:
+                ordering.observe(rows(task, model, x[index], y[index]) @ projection)
             task.loss(model, x[index], y[index]).backward()
             optimizer.step()
         with torch.no_grad():
@@ -80,7 +87,12 @@ def losses(task: Task, data: Path, seed: int, order: str, attach: dict[str, Any]
             yield sum(float(task.loss(model, a, b)) * len(a) for a, b in parts) / len(x)
 
 
-def classified(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def rows(task: Task, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Whole gradients of the examples of a batch."""
+    return per_example_grads(model, lambda outputs, targets: task.loss(lambda _: outputs, x, targets), x, y)
+
+
+def classified(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     """Cross-entropy."""
     return cross_entropy(model(x), y)
 
@@ -135,7 +147,7 @@ def m4_network(seed: int) -> nn.Module:
     return Autoregressive(seed)
 
 
-def m4_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def m4_loss(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     """Squared error over six predictions, each made of the ones before."""
     error: Tensor = model(x) - y
     return error.square().mean()
@@ -191,7 +203,7 @@ def llama(seed: int) -> nn.Module:
     return model
 
 
-def next_word(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def next_word(model: Callable[..., Any], x: Tensor, y: Tensor) -> Tensor:
     """Cross-entropy over all positions."""
     return cross_entropy(model(x, use_cache=False).logits.mT, y)
 
