@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 .PHONY: demo test lint types unit browser bench format clean
 
 demo: $(INSTALLED)
-	$(BIN)/python -m cdgrab.paper.demo
+	$(BIN)/python -m cdgrab_experiments.demo
 
 test: lint types unit
 
@@ -40,7 +40,7 @@ format: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "cdgrab needs Python 3.10 or newer; run: make PYTHON=/path/to/python3 demo")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fast,paper,text,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fast,experiments,text,dev]'
 	touch $@
 
 clean:

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from cdgrab.paper.choices import Choices, resolve
-from cdgrab.paper.tasks import find_task
-from cdgrab.paper.tasks.base import Problem
-from cdgrab.paper.train import Trainer
+from cdgrab_experiments.choices import Choices, resolve
+from cdgrab_experiments.tasks import find_task
+from cdgrab_experiments.tasks.base import Problem
+from cdgrab_experiments.train import Trainer
 
 ORDERS = ("rr", "cd-grab")
 

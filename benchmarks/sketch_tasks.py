@@ -119,7 +119,7 @@ def digits(data: Path) -> tuple[Tensor, Tensor]:  # noqa: ARG001
 
 def mnist(data: Path) -> tuple[Tensor, Tensor]:
     """The first 10,000 images."""
-    from cdgrab.paper.tasks.mnist import TASK
+    from cdgrab_experiments.tasks.mnist import TASK
 
     x, y = TASK.load(data, TASK.variants[0], 0).train
     return x[:10_000], y[:10_000]
@@ -127,14 +127,14 @@ def mnist(data: Path) -> tuple[Tensor, Tensor]:
 
 def mnist_network(seed: int) -> nn.Module:
     """The network that `cdgrab` ships for MNIST: 784-128-10."""
-    from cdgrab.paper.tasks.mnist import network as shipped
+    from cdgrab_experiments.tasks.mnist import network as shipped
 
     return shipped(seed)
 
 
 def m4(data: Path) -> tuple[Tensor, Tensor]:
     """Every tenth window."""
-    from cdgrab.paper.tasks.m4 import TASK
+    from cdgrab_experiments.tasks.m4 import TASK
 
     x, y = TASK.load(data, "", 0).train
     return x[::10].contiguous(), y[::10].contiguous()
@@ -142,7 +142,7 @@ def m4(data: Path) -> tuple[Tensor, Tensor]:
 
 def m4_network(seed: int) -> nn.Module:
     """The autoregressive 20-64-64-1."""
-    from cdgrab.paper.tasks.m4 import Autoregressive
+    from cdgrab_experiments.tasks.m4 import Autoregressive
 
     return Autoregressive(seed)
 
@@ -155,7 +155,7 @@ def m4_loss(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
 
 def cifar10(data: Path) -> tuple[Tensor, Tensor]:
     """The first 10,000 images, as the model takes them."""
-    from cdgrab.paper.tasks.cifar10 import TASK
+    from cdgrab_experiments.tasks.cifar10 import TASK
 
     x, y = TASK.load(data, "", 0).train
     return x[:10_000], y[:10_000]
@@ -163,7 +163,7 @@ def cifar10(data: Path) -> tuple[Tensor, Tensor]:
 
 def lenet(seed: int) -> nn.Module:
     """62,006 parameters."""
-    from cdgrab.paper.tasks.cifar10 import lenet as shipped
+    from cdgrab_experiments.tasks.cifar10 import lenet as shipped
 
     return shipped(seed)
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from cdgrab.paper.tasks import find_task
-from cdgrab.paper.tasks.base import Problem
+from cdgrab_experiments.tasks import find_task
+from cdgrab_experiments.tasks.base import Problem
 
 WORDS = [
     "the",

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from _inputs import randn
-from cdgrab.paper.choices import Choices, resolve
-from cdgrab.paper.config import RunConfig
-from cdgrab.paper.tasks.base import LateRows, Problem
+from cdgrab_experiments.choices import Choices, resolve
+from cdgrab_experiments.config import RunConfig
+from cdgrab_experiments.tasks.base import LateRows, Problem
 
 
 class Logistic(nn.Module):

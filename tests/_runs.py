@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cdgrab.paper.config import RunConfig
-from cdgrab.paper.records import EpochRecord, Run, RunInfo
+from cdgrab_experiments.config import RunConfig
+from cdgrab_experiments.records import EpochRecord, Run, RunInfo
 
 SETTING = RunConfig(
     task="hmda",

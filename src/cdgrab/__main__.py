@@ -6,9 +6,12 @@ import sys
 def main() -> None:
     """Hand over to the command line, whose packages may be missing."""
     try:
-        from cdgrab.paper.cli import main as command_line
+        from cdgrab_experiments.cli import main as command_line
     except ModuleNotFoundError as error:
-        print(f'Error: the command line needs the package {error.name}: pip install "cdgrab[paper]"', file=sys.stderr)
+        print(
+            f'Error: the command line needs the package {error.name}: pip install "cdgrab[experiments]"',
+            file=sys.stderr,
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -20,9 +20,9 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 from _runs import INFO, made_experiment, made_run
-from cdgrab.paper.compare import compare
-from cdgrab.paper.records import Run
-from cdgrab.paper.report import page
+from cdgrab_experiments.compare import compare
+from cdgrab_experiments.records import Run
+from cdgrab_experiments.report import page
 
 Open = Callable[..., "Browser"]
 HOSTILE = "</script><script>window.hacked = true</script><img src=x onerror='window.hacked = true'>"

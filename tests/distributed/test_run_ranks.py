@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from _data import MAKE
-from cdgrab.paper.choices import Choices, resolve
-from cdgrab.paper.records import EpochRecord, Run, load_all
-from cdgrab.paper.runner import Interrupted, Place, run
+from cdgrab_experiments.choices import Choices, resolve
+from cdgrab_experiments.records import EpochRecord, Run, load_all
+from cdgrab_experiments.runner import Interrupted, Place, run
 from distributed._ranks import run_ranks
 
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]

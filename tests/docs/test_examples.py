@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(cdgrab.__path__, "cdgrab.")
-    if not module.name.startswith("cdgrab.paper")
+    if not module.name.startswith("cdgrab_experiments")
 )
 
 

@@ -13,8 +13,8 @@ from benchmarks import exchange, pace, ranks, report, scaling, sketch_quality, s
 from benchmarks.sorter import blocked, loop, new_sorter
 
 from _inputs import randn
-from cdgrab.paper.choices import Choices
-from cdgrab.paper.tasks import find_task
+from cdgrab_experiments.choices import Choices
+from cdgrab_experiments.tasks import find_task
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -1,1 +1,0 @@
-"""Experiments: they use the library and are never used by it. Needs `pip install "cdgrab[paper]"`."""

@@ -1,0 +1,36 @@
+"""The demo in small: its regime, its records and its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cdgrab_experiments import demo
+from cdgrab_experiments.compare import compare
+from cdgrab_experiments.records import load_all
+
+
+def test_cd_grab_beats_rr_in_the_regime_of_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--results", str(tmp_path), "--seeds", "2", "--epochs", "10"]) == 0
+    runs = load_all(tmp_path)
+    assert len(runs) == 4 * 2 * 2
+    for comparison in compare(runs):
+        rr, cd_grab = comparison.row("rr"), comparison.row("cd-grab")
+        assert rr is not None
+        assert cd_grab is not None
+        assert cd_grab.lower == cd_grab.both == 2  # on every seed
+        if comparison.setting.variant == "softmax":
+            assert rr.above is not None
+            assert cd_grab.above is not None
+            assert cd_grab.above.mean < rr.above.mean / 2
+    assert "cd-grab" in (tmp_path / "report.html").read_text()
+    assert "A page to look at:" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("arguments", [["--seeds", "0"], ["--epochs", "-1"], ["--results", "/proc/none"]])
+def test_nonsense_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        demo.main(arguments)
+    assert refused.value.code == 2
+    assert arguments[1] in capsys.readouterr().err

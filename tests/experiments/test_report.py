@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from _runs import INFO, made_experiment, made_run
+from cdgrab_experiments import published, records
+from cdgrab_experiments.compare import Estimate, compare
+from cdgrab_experiments.records import Run
+from cdgrab_experiments.report import page, write_report
+from cdgrab_experiments.words import interval, markdown, number, spread, verdicts
+
+
+def write(folder: Path, runs: list[Run]) -> None:
+    for run in runs:
+        records.save(folder / run.config.task / run.config.folder_name, run)
+
+
+def data_of(text: str) -> dict[str, object]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found
+    parsed = json.loads(found[1])
+    assert isinstance(parsed, dict)
+    return parsed
+
+
+def test_a_report_is_one_page_a_table_and_figures(tmp_path: Path) -> None:
+    write(tmp_path / "results", made_experiment(seeds=2, epochs=6))
+    path = write_report(tmp_path / "results", tmp_path / "new" / "report")
+    assert path == tmp_path / "new" / "report" / "report.html"
+    text = path.read_text()
+    assert "cdgrab run hmda --order cd-grab --workers 4 --seed 1" in text
+    assert "stand-in data" in text
+    assert "Some CPU, 2 cores" in text
+    assert "Coordinating Distributed Example Orders" in text
+    assert "0.33546" in text  # the paper's
+    assert "6 instead of 50" in text  # epochs
+    assert len(list((path.parent / "figures").glob("*.png"))) == 2
+    assert "| cd-grab (2 seeds) |" in (path.parent / "comparison.md").read_text()
+    assert not list(path.parent.rglob("*.partial"))
+
+
+def test_nothing_on_the_page_points_elsewhere() -> None:
+    text = page(compare(made_experiment(seeds=1, epochs=3)))
+    assert re.findall(r'(?:src|href|action)="(?!#|data:)[^"]*"', text) == []
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert "default-src 'none'" in text
+
+
+def test_the_same_records_give_the_same_page() -> None:
+    runs = made_experiment(seeds=2, epochs=3)
+    assert page(compare(runs)) == page(compare(list(reversed(runs))))
+
+
+@pytest.mark.parametrize("name", ["</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "a\"'&\u2028b"])
+def test_names_from_records_stay_text(name: str) -> None:
+    info = replace(INFO, metric=name, data=name, environment={name: name}, stopped=None)
+    runs = [made_run([2, 1], info=info, task=name, order=order, rule=name) for order in ("rr", name)]
+    runs = [replace(run, info=replace(run.info, command=name, stopped=name)) for run in runs]
+    text = page(compare(runs))
+    assert "<img src=x" not in text
+    assert "alert(1)</script>" not in text
+    assert text.count("<script") == text.count("</script>") == 2
+    assert name in json.dumps(data_of(text), ensure_ascii=False) or '"' in name
+
+
+def test_two_hundred_runs_stay_a_small_page() -> None:
+    runs = [run for workers in range(1, 11) for run in made_experiment(seeds=5, epochs=100, workers=workers)]
+    assert len(runs) == 200
+    assert len(page(compare(runs))) < 1_500_000
+
+
+def test_long_runs_are_thinned_out_to_their_last_epoch() -> None:
+    text = page(compare([made_run([1 / (1 + epoch) for epoch in range(2001)])]))
+    (line,) = data_of(text)["setting-0"]["series"]  # type: ignore[index]
+    assert len(line["epochs"]) == 240
+    assert (line["epochs"][0], line["epochs"][-1]) == (0, 2000)
+
+
+def test_runs_in_every_state_make_a_page() -> None:
+    whole = made_experiment(seeds=2, epochs=4)
+    nothing = replace(made_run([2, 1], order="pair"), epochs=[])
+    stopped = replace(made_run([2, float("nan")], order="pair"), info=replace(INFO, stopped="NaN"))
+    bare = made_run([2, 1], info=replace(INFO, environment={}, data="", command=""))
+    bare = replace(bare, epochs=[replace(r, metrics={}, herding_bound=None, imbalance=None) for r in bare.epochs])
+    for runs in ([nothing], [stopped], [bare], [*whole, nothing], whole[2:]):
+        assert "</html>" in page(compare(runs))
+
+
+def test_metrics_that_were_not_finite_are_gaps(tmp_path: Path) -> None:
+    run = made_run([2, float("nan"), 1])
+    write(tmp_path / "results", [run])
+    assert "</html>" in write_report(tmp_path / "results", tmp_path / "out").read_text()
+
+
+def test_folders_without_runs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not a folder"):
+        write_report(tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"no run\.json anywhere"):
+        write_report(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("break_it", ["truncate", "binary", "remove"])
+def test_an_unreadable_run_is_named(tmp_path: Path, break_it: str) -> None:
+    write(tmp_path, made_experiment(seeds=1, epochs=2, orders=("rr",)))
+    (epochs,) = tmp_path.rglob("epochs.jsonl")
+    if break_it == "truncate":
+        epochs.write_text(epochs.read_text()[:-20])
+    elif break_it == "binary":
+        epochs.write_bytes(b"\xff\xfe\x00")
+    else:
+        epochs.unlink()
+    with pytest.raises(ValueError, match=re.escape(epochs.parent.name)):
+        write_report(tmp_path, tmp_path / "out")
+
+
+def said(runs: list[Run]) -> tuple[str, str]:
+    (verdict,) = verdicts(compare(runs)[0])
+    return verdict.tone, verdict.text
+
+
+def pairs(ours: list[list[float]], *, pace: float = 1.0) -> list[Run]:
+    rivals = [made_run([8, 7, 6, 5, 4], seed=seed) for seed in range(len(ours))]
+    return rivals + [made_run(losses, pace=pace, order="cd-grab", seed=seed) for seed, losses in enumerate(ours)]
+
+
+def test_verdicts_follow_from_the_figures() -> None:
+    fast, slow = [8.0, 4, 3, 2, 1], [8.0, 7, 7, 7, 7]
+    reached = "cd-grab reached rr's final loss after 0.25 of the epochs"
+    assert said(pairs([fast, fast])) == ("gain", f"{reached} and 0.25 of the seconds (mean of 2 seeds).")
+    tone, text = said(pairs([fast, fast], pace=5.0))
+    assert tone == "mixed"
+    assert "Fewer epochs, but no clear gain in time. An epoch takes 5.00 times as long" in text
+    assert said(pairs([fast]))[0] == "mixed"
+    assert "One seed cannot tell" in said(pairs([fast]))[1]
+    tone, text = said(pairs([fast, slow, fast]))
+    assert tone == "mixed"
+    assert "in 2 of 3 seeds only; there after 0.25 of the epochs" in text
+    tone, text = said(pairs([slow, slow]))
+    assert tone == "none"
+    assert "did not help: none of 2 seeds got down" in text
+    assert said(pairs([[8.0, 7, 6, 5, 3.9]] * 2))[0] == "gain"
+    assert said(pairs([[8.0, 7, 6, 5, 4]] * 2))[0] == "none"
+    assert said(pairs([fast])[1:])[0] == "unknown"
+
+
+def test_a_noisy_rival_is_no_gain_for_others() -> None:
+    noisy = [8.0, 4, 3.9, 3.9, 4]
+    runs = [made_run(noisy, seed=seed, order=order) for order in ("rr", "cd-grab") for seed in range(2)]
+    tone, text = said(runs)
+    assert tone == "none"
+    assert "rr itself settles there after 0.25" in text
+
+
+def test_numbers_are_written_as_people_write_them() -> None:
+    assert [number(v) for v in (0.33546, 223.6, 5.311, 6e-7, 0.0)] == ["0.33546", "223.60", "5.3110", "6.00e-7", "0"]
+    assert spread(Estimate(0.33546, 0.00012, 0.0001, 5)) == "0.33546 ± 0.00012"
+    assert spread(Estimate(6e-7, 1e-7, 1e-7, 5)) == "(6.0 ± 1.0)e-7"
+    assert spread(Estimate(223.6, 1.42, 1.0, 5)) == "223.6 ± 1.4"
+    assert spread(Estimate(0.335, 1e-9, 1e-9, 5)) == "0.335000 ± 1e-9"
+    assert interval(Estimate(0.158, 0.01, 0.0123, 5)) == "0.158 ± 0.012"
+    assert interval(Estimate(1.0, None, None, 1)) == "1.00"
+    assert spread(None) == interval(None) == "—"
+
+
+def test_tables_in_markdown_keep_their_columns() -> None:
+    lines = markdown(compare(made_experiment(seeds=1, epochs=2, orders=("rr", "a|b")))).splitlines()
+    cells = {len(re.findall(r"(?<!\\)\|", line)) for line in lines if line.startswith("|")}
+    assert len(cells) == 1
+
+
+def test_the_papers_figures_are_found_by_setting() -> None:
+    setting = made_run([2, 1]).config.setting
+    hmda = published.find(setting)
+    assert hmda is not None
+    assert hmda.epochs_ratio == "0.15"
+    assert published.differences(setting, hmda) == ["epochs 1 instead of 50"]
+    cifar10 = published.find(replace(setting, task="cifar10", workers=64, lr=1e-3))
+    assert cifar10 is not None
+    assert (cifar10.loss["pair"], cifar10.epochs_ratio) == (0.697, "0.73 to 0.76")
+    swept = published.find(replace(setting, task="cifar10", workers=64, lr=1e-2))
+    assert swept is not None
+    assert swept.loss == {"cd-grab": 0.899, "rr": 1.024}
+    assert published.find(replace(setting, task="digits")) is None
