@@ -23,7 +23,7 @@ from benchmarks import report
 from benchmarks.ranks import launch
 from cdgrab import Ordering
 from cdgrab.exchange import ShardedPairs, Sketch
-from cdgrab.hooks.ddp import DdpAttachment
+from cdgrab.sources.ddp import DdpAttachment
 
 STEPS = 4  # of a contender in a round: two pairs
 HUNGRY = ("authors", "gather", "server")  # some rank, or every rank, holds every gradient

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from benchmarks import report
 from cdgrab import Ordering, World
-from cdgrab.balance import compiled
-from cdgrab.balance.rules import Greedy
-from cdgrab.order import Balanced
-from cdgrab.sorter import SignSorter
+from cdgrab.accel import numba_balancing as compiled
+from cdgrab.balancing.rules import Greedy
+from cdgrab.balancing.sorter import SignSorter
+from cdgrab.orders import Balanced
 
 SHAPES = [(4, 19), (32, 5_569), (4, 1_081_792), (16, 62_006), (64, 62_006)]
 TARGETS = {(4, 19): 30.0, (64, 62_006): 5.0}

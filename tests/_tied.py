@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from _models import one_by_one
-from cdgrab.hooks.rows import ExampleRows
+from cdgrab.sources.rows import ExampleRows
 
 
 class TiedTable(nn.Module):

@@ -1,14 +1,14 @@
 """Gradient-balanced data ordering for PyTorch: GraB and CD-GraB as a drop-in sampler."""
 
-from cdgrab.balance.rules import RULES, Greedy, Halving, Walk
+from cdgrab.balancing.rules import RULES, Greedy, Halving, Walk
 from cdgrab.data import Indexed
 from cdgrab.functional import balance_vectors
-from cdgrab.grads.flat import flat_grad, set_flat_grad
-from cdgrab.grads.per_example import per_example_grads
-from cdgrab.order import ORDERS
-from cdgrab.order.herding import herding_bound
 from cdgrab.ordering import Ordering
+from cdgrab.orders import ORDERS
+from cdgrab.orders.herding import herding_bound
+from cdgrab.per_example.functional import per_example_grads
 from cdgrab.sampler import OrderedSampler
+from cdgrab.sources.flat import flat_grad, set_flat_grad
 from cdgrab.world import World
 
 __version__ = "0.1.0"

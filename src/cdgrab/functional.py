@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdgrab.balance.rules import RuleMaker, find_rule
-from cdgrab.order import Free, find_order
-from cdgrab.sorter import make_sorter
-from cdgrab.units import generator
+from cdgrab.balancing.rules import RuleMaker, find_rule
+from cdgrab.balancing.sorter import make_sorter
+from cdgrab.lanes import generator
+from cdgrab.orders import Free, find_order
 
 
 def balance_vectors(

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from cdgrab.balancing.sorter import RowSorter, SignSorter, make_sorter
 from cdgrab.exchange import BoolArray, Exchange, Local, Sharded, ShardedPairs, name_of
-from cdgrab.order import Free
+from cdgrab.lanes import Units, generator
+from cdgrab.orders import Free
 from cdgrab.settings import Settings
-from cdgrab.sorter import RowSorter, SignSorter, make_sorter
-from cdgrab.units import Units, generator
 
 AnySorter = RowSorter | ShardedPairs
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cdgrab.balance.tally import Tally
+from cdgrab.balancing.tally import Tally
 
 log = logging.getLogger("cdgrab")
 

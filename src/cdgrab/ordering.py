@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from cdgrab import checkpoint
-from cdgrab.agreement import check_digest
+from cdgrab import state as checkpoint
 from cdgrab.arguments import whole_number
-from cdgrab.balance.rules import RuleMaker
-from cdgrab.balance.tally import Tally
+from cdgrab.balancing.rules import RuleMaker
+from cdgrab.balancing.tally import Tally
 from cdgrab.exchange import ExchangeMaker
-from cdgrab.hooks import Attachment, Turn
+from cdgrab.exchange.agreement import check_digest
 from cdgrab.intake import AnySorter, Intake, Sketched
+from cdgrab.lanes import IntArray
 from cdgrab.metrics import Meter
-from cdgrab.order import Free
+from cdgrab.orders import Free
 from cdgrab.per_example.sketch import DEFAULT_LENGTH
 from cdgrab.progress import Progress
 from cdgrab.sampler import OrderedSampler
 from cdgrab.settings import Settings
-from cdgrab.units import IntArray
+from cdgrab.sources import Attachment, Turn
 from cdgrab.world import Group, World
 
 log = logging.getLogger("cdgrab")
@@ -213,7 +213,7 @@ class Ordering:
         """
         if self._attachment is not None:
             raise ValueError("the ordering is attached to a model already; call detach() first")
-        from cdgrab.hooks.attach import attach  # pulls in DDP and FSDP, which not everyone needs
+        from cdgrab.sources.attach import attach  # pulls in DDP and FSDP, which not everyone needs
 
         self._attachment = attach(self, model, source, reduction, length, hook, hook_state)
 

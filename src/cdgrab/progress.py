@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cdgrab.units import IntArray, Units
+from cdgrab.lanes import IntArray, Units
 
 
 @dataclass(frozen=True)

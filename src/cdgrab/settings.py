@@ -14,9 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from cdgrab.agreement import check_same
 from cdgrab.arguments import checked_unit_size, length_of, split_batch, whole_number
-from cdgrab.balance.rules import RuleMaker, find_rule
+from cdgrab.balancing.rules import RuleMaker, find_rule
 from cdgrab.exchange import (
     EXCHANGES,
     Exchange,
@@ -29,9 +28,10 @@ from cdgrab.exchange import (
     find_exchange,
     name_of,
 )
+from cdgrab.exchange.agreement import check_same
 from cdgrab.exchange.collectives import own_group
-from cdgrab.order import Balanced, Free, Herded, OrderSpec, find_order
-from cdgrab.units import Units, deal
+from cdgrab.lanes import Units, deal
+from cdgrab.orders import Balanced, Free, Herded, OrderSpec, find_order
 from cdgrab.world import Group, World, process_group
 
 

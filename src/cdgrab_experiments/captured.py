@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from cdgrab import Ordering
-from cdgrab.hooks.rows import ExampleRows
 from cdgrab.per_example.layers import widened
+from cdgrab.sources.rows import ExampleRows
 from cdgrab_experiments.steps import Batch, block_steps, flat_gradients, layer_rows
 from cdgrab_experiments.tasks.base import Problem
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
 from cdgrab import ORDERS, RULES
-from cdgrab.order import Free
+from cdgrab.orders import Free
 from cdgrab.per_example.sketch import checked_length
 from cdgrab_experiments.config import RunConfig
 from cdgrab_experiments.split import check_partition

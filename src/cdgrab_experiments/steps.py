@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdgrab import Ordering
-from cdgrab.hooks.rows import ExampleRows
+from cdgrab.sources.rows import ExampleRows
 from cdgrab_experiments.tasks.base import LateRows, Problem
 
 # How many steps' rows are collected at most, and how many bytes of rows; on a GPU there are two such blocks. What is

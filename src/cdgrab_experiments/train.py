@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from cdgrab import Ordering, World, herding_bound
-from cdgrab.order import Balanced, Free, Herded, OrderSpec, find_order
+from cdgrab.orders import Balanced, Free, Herded, OrderSpec, find_order
 from cdgrab_experiments.captured import CapturedSteps
 from cdgrab_experiments.config import RunConfig
 from cdgrab_experiments.records import EpochRecord

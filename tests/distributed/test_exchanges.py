@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from _inputs import randn
 from cdgrab import Ordering, World
-from cdgrab.balance import reference
+from cdgrab.balancing import reference
 from distributed._ranks import run_ranks, start_ranks
 
 EPOCHS = 3

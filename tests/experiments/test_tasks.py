@@ -15,8 +15,8 @@ import _data
 import cdgrab
 from _asserts import assert_permutation
 from _data import dim, make, needs_transformers
-from cdgrab.balance import compiled
-from cdgrab.hooks.rows import ExampleRows
+from cdgrab.accel import numba_balancing as compiled
+from cdgrab.sources.rows import ExampleRows
 from cdgrab_experiments.catalogue import CATALOGUE, DataError
 from cdgrab_experiments.tasks import TASKS, find_task
 from cdgrab_experiments.tasks import gpt2 as gpt2_task

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from _inputs import randn
-from cdgrab import ORDERS, Ordering, World, checkpoint
+from cdgrab import ORDERS, Ordering, World
+from cdgrab import state as checkpoint
 
 VECTORS = randn(45, 6)
 STEPS_PER_EPOCH = 4

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import cdgrab
 from _inputs import ROWS, randn
-from cdgrab.balance import reference
+from cdgrab.balancing import reference
 from cdgrab_experiments.theory.descent import Problem, descend
 from cdgrab_experiments.theory.optimisers import Adam, Optimiser, Sgd
 from cdgrab_experiments.theory.problems.network import Network

@@ -10,7 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cdgrab.balance import blocked, compiled, tables
+from cdgrab.accel import numba_balancing as compiled
+from cdgrab.balancing import blocked, tables
 from cdgrab_experiments.theory import herding, rates, speedup
 from cdgrab_experiments.theory.cli import verify
 from cdgrab_experiments.theory.experiments import EXPERIMENTS

@@ -7,7 +7,7 @@ import cdgrab
 from _asserts import assert_permutation
 from _inputs import randn
 from cdgrab import ORDERS, RULES
-from cdgrab.balance import reference
+from cdgrab.balancing import reference
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -10,7 +10,7 @@ import torch
 import cdgrab
 from _inputs import randn
 from cdgrab import Ordering, World
-from cdgrab.balance import recorded
+from cdgrab.balancing import recorded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cdgrab.balance.tally import Tally
+from cdgrab.balancing.tally import Tally
 from cdgrab.metrics import Meter
 
 

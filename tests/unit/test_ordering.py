@@ -9,9 +9,10 @@ import torch
 from _asserts import assert_follows_the_rule, assert_permutation
 from _inputs import randn
 from cdgrab import ORDERS, RULES, Ordering, World
-from cdgrab.balance import compiled, reference
-from cdgrab.balance.balancer import Balancer
-from cdgrab.balance.rules import Greedy
+from cdgrab.accel import numba_balancing as compiled
+from cdgrab.balancing import reference
+from cdgrab.balancing.balancer import Balancer
+from cdgrab.balancing.rules import Greedy
 
 BALANCED = ["cd-grab", "pair", "grab", "id-grab", "greedy-herding"]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from cdgrab import ORDERS, World
-from cdgrab.balance.rules import RuleMaker
+from cdgrab.balancing.rules import RuleMaker
 from cdgrab.exchange import Local
 from cdgrab.settings import Settings
 

@@ -8,7 +8,7 @@ from torch.utils.data import DistributedSampler
 
 from _asserts import assert_permutation
 from cdgrab import Ordering, World
-from cdgrab.units import deal
+from cdgrab.lanes import deal
 
 sizes = st.integers(1, 60)
 workers = st.integers(1, 9)

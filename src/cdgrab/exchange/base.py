@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from cdgrab.decisions import Decided
+from cdgrab.orders.decisions import Decided
 
 BoolArray = npt.NDArray[np.bool_]
 

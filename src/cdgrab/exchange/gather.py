@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdgrab.decisions import Decided
 from cdgrab.exchange.base import BoolArray
+from cdgrab.orders.decisions import Decided
 
 
 class Gather:

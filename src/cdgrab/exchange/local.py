@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cdgrab.decisions import Decided
 from cdgrab.exchange.base import BoolArray
+from cdgrab.orders.decisions import Decided
 
 
 class Local:

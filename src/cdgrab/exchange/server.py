@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdgrab.decisions import Decided
 from cdgrab.exchange.base import BoolArray
 from cdgrab.exchange.gather import Gather
+from cdgrab.orders.decisions import Decided
 
 
 class Server:

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdgrab.balance.rules import Rule
-from cdgrab.balance.tables import advance, decide, difference_table
-from cdgrab.balance.tally import Tally
-from cdgrab.decisions import Decided, Decisions
+from cdgrab.balancing.rules import Rule
+from cdgrab.balancing.tables import advance, decide, difference_table
+from cdgrab.balancing.tally import Tally
 from cdgrab.exchange.base import BoolArray
 from cdgrab.exchange.gather import Gather
-from cdgrab.units import IntArray
+from cdgrab.lanes import IntArray
+from cdgrab.orders.decisions import Decided, Decisions
 
 
 class Sharded:

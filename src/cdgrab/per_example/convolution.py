@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from cdgrab.per_example import numba_convolution
+from cdgrab.accel import numba_convolution
 from cdgrab.per_example.sketch import Paired
 
 _MOST_PATCHES = {"cpu": 1 << 19, "cuda": 1 << 26}  # numbers: a CPU keeps them in cache, a GPU has room

@@ -20,7 +20,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from cdgrab.balance.tables import takes_triton
+from cdgrab.balancing.tables import takes_triton
 from cdgrab.per_example.sketch import Paired
 
 _LONG_ROW = 1 << 18  # numbers from which on rows are cleared one by one
@@ -138,7 +138,7 @@ class Lookup:
         q = self.b_NTq.shape[2]
         strides = (1, self.num_rows) if turned else (q, 1)
         if self.b_NTq.shape[1] <= _MOST_POSITIONS and takes_triton(self.b_NTq, place_ND):
-            from cdgrab.per_example import triton_lookups
+            from cdgrab.accel import triton_lookups
 
             triton_lookups.add_lookups(self.index_NT, self.b_NTq, place_ND, strides)
             return

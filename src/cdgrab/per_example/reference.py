@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from cdgrab.balance.tally import WITNESS_SHARE
+from cdgrab.balancing.tally import WITNESS_SHARE
 from cdgrab.per_example.sketch import Paired, Sketch, turn_sizes
 
 

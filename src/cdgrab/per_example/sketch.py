@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from cdgrab.arguments import whole_number
-from cdgrab.balance.tally import WITNESS_SHARE
-from cdgrab.units import generator
+from cdgrab.balancing.tally import WITNESS_SHARE
+from cdgrab.lanes import generator
 
 DEFAULT_LENGTH = 1024
 LEAST_LENGTH = 16

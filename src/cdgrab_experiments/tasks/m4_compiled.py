@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cdgrab.balance.compiled import REORDER
+from cdgrab.accel.numba_balancing import REORDER
 
 STEPS = 6  # written out below, for that is what makes it fast
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cdgrab.units import generator
+from cdgrab.lanes import generator
 from cdgrab_experiments.theory.descent import descend, epochs_told
 from cdgrab_experiments.theory.fits import Array, Slope, diverged_to_infinity, ratio_interval
 from cdgrab_experiments.theory.optimisers import OptimiserMaker

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdgrab.balance.rules import find_rule
-from cdgrab.order import Free, find_order
-from cdgrab.sorter import make_sorter
-from cdgrab.units import IntArray, generator
+from cdgrab.balancing.rules import find_rule
+from cdgrab.balancing.sorter import make_sorter
+from cdgrab.lanes import IntArray, generator
+from cdgrab.orders import Free, find_order
 
 Shift = Callable[[int], Tensor]
 

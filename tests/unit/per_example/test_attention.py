@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 
 from _inputs import randn
 from _models import factors_of, one_by_one, rows_of
-from cdgrab.hooks.rows import ExampleRows
 from cdgrab.per_example.factors import Matrix
 from cdgrab.per_example.plan import matrices_of
+from cdgrab.sources.rows import ExampleRows
 
 NUM, LENGTH, WIDTH = 5, 7, 8
 

@@ -13,10 +13,10 @@ from _inputs import randn
 from _models import MODELS, build, one_by_one
 from _streams import Line, lines_for_streams
 from _tied import TiedTable, check_tied_table
-from cdgrab.hooks import rows
-from cdgrab.hooks.rows import ExampleRows, _Writing
 from cdgrab.per_example.convolution import Geometry, patches
 from cdgrab.per_example.factors import write_rows
+from cdgrab.sources import rows
+from cdgrab.sources.rows import ExampleRows, _Writing
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -124,7 +124,7 @@ def test_streams_wait_for_each_other(name: str, many: int, monkeypatch: pytest.M
     take, add_up = _Writing._take, _Writing._add_up
     monkeypatch.setattr(_Writing, "_add_up", added_up)
     monkeypatch.setattr(_Writing, "_take", gradients_have_come)
-    monkeypatch.setattr("cdgrab.hooks.rows.write_rows", noted(write_rows, 1))
+    monkeypatch.setattr("cdgrab.sources.rows.write_rows", noted(write_rows, 1))
     monkeypatch.setattr(torch, "sum", noted(torch.sum, 0))
     model, x, y = build(name, 6)
     expected = one_by_one(model, x, y)

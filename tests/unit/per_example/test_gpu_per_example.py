@@ -11,9 +11,9 @@ from _inputs import randn
 from _models import MODELS, build, one_by_one, rows_of
 from _tied import check_tied_table
 from cdgrab import Ordering, World
-from cdgrab.hooks import rows
-from cdgrab.hooks.rows import ExampleRows
 from cdgrab.per_example.factors import Lookup
+from cdgrab.sources import rows
+from cdgrab.sources.rows import ExampleRows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 MODELS_ON_GPU = list(MODELS)

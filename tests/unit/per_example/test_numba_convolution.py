@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from _inputs import randn
-from cdgrab.per_example import numba_convolution
+from cdgrab.accel import numba_convolution
 from cdgrab.per_example.layers import convolution
 
 pytest.importorskip("numba")

@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 from _inputs import randn
 from _models import factors_of, one_by_one, rows_of
 from cdgrab import Ordering, World
-from cdgrab.hooks.rows import ExampleRows
 from cdgrab.per_example import recurrent
 from cdgrab.per_example.factors import Matrix
+from cdgrab.sources.rows import ExampleRows
 
 NUM = 6
 KINDS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}

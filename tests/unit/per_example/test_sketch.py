@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from _inputs import randn
 from _models import MODELS, build, rows_of
 from cdgrab import Ordering, World
-from cdgrab.balance.tally import WITNESS_SHARE
+from cdgrab.balancing.tally import WITNESS_SHARE
 from cdgrab.per_example.plan import matrices_of
 from cdgrab.per_example.reference import projection
 from cdgrab.per_example.sketch import MOST_FEATURES, TRANSFORM, Paired, Sketch, checked_length

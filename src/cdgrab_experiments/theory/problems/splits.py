@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cdgrab.units import IntArray, generator
+from cdgrab.lanes import IntArray, generator
 
 
 def clusters(seeds: int, num_units: int, classes: int, features: int) -> tuple[Tensor, Tensor]:

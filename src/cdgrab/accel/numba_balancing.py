@@ -1,0 +1,267 @@
+"""The paper's loop compiled for the CPU, when numba is installed (`pip install "cdgrab[fast]"`).
+
+Where one process has whole rows, the loop itself, free of the interpreter, beats any table on a CPU: a row is read
+while it is still in cache, and no Gram matrix is formed. Slices of rows need the table, and it can be had in one pass
+over memory. Without numba `blocked.py` gives the same signs up to rounding, more slowly. numba is imported
+at first use, never by `import cdgrab`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cdgrab.balancing.rules import FloatArray
+from cdgrab.lanes import IntArray
+
+Array = npt.NDArray[Any]
+
+ALL_CORES = 1 << 15  # rows from this length on occupy them
+
+
+@functools.cache
+def available() -> bool:
+    """Whether numba is installed."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def lengths(rows_KD: Array, minus_KD: Array | None = None) -> FloatArray:
+    """Squared lengths of the rows `rows - minus`, with 0 for a row that is not finite."""
+    with np.errstate(all="ignore"):
+        differences_KD = rows_KD if minus_KD is None else rows_KD - minus_KD
+        lengths_K = np.einsum("kd,kd->k", differences_KD, differences_KD).astype(np.float64)
+    return np.where(np.isfinite(lengths_K), lengths_K, 0.0)
+
+
+def row_signs(rows_KD: Array, running_sum_D: Array, thresholds_K: FloatArray) -> FloatArray:
+    """Decide the signs of `K` rows and add the signed rows to `running_sum_D`, in place. All arrays are contiguous.
+
+    Returns:
+        `4 x K`, as `tables.decide` does.
+    """
+    decided_4K = np.zeros((4, len(rows_KD)))
+    _block_kernel()(rows_KD, running_sum_D, thresholds_K, decided_4K)
+    return decided_4K
+
+
+def turn_signs(
+    rows_mWD: torch.Tensor,
+    minus_mWD: torch.Tensor,
+    scratch_2D: Array,
+    running_sum_D: Array,
+    thresholds_K: FloatArray,
+) -> FloatArray:
+    """As `row_signs`, for the rows `rows - minus` turn by turn, wherever they lie: nothing is copied or written down.
+
+    Turns may have two dimensions, `S x m x W x D`, where those of several steps do not lie at equal distances.
+    Rows that are long enough for it occupy as many cores as PyTorch is set to use. `scratch_2D`, which must hold
+    finite numbers, is overwritten with such.
+    """
+    *turns, workers, dim = rows_mWD.shape
+    decided_4K = np.zeros((4, math.prod(turns) * workers))
+    rows, rows_starts_m, rows_worker = _laid_out(rows_mWD)
+    minus, minus_starts_m, minus_worker = _laid_out(minus_mWD)
+    parallel = dim >= ALL_CORES and use_threads(torch.get_num_threads())
+    kernel, sizes = _difference_kernel(parallel), (workers, rows_worker, minus_worker)
+    with in_turn(parallel):
+        kernel(rows, rows_starts_m, minus, minus_starts_m, sizes, scratch_2D, running_sum_D, thresholds_K, decided_4K)
+    return decided_4K
+
+
+def _laid_out(rows_mWD: torch.Tensor) -> tuple[Array, IntArray, int]:
+    """The stretch of memory in which rows lie, where each turn begins in it, and how far it is to the next worker."""
+    if rows_mWD.stride(-1) != 1:
+        rows_mWD = rows_mWD.contiguous()
+    *turns, workers, dim = rows_mWD.shape
+    *strides, worker, _ = rows_mWD.stride()
+    starts_m = _starts(tuple(turns), tuple(strides))
+    flat: Array = rows_mWD.as_strided((int(starts_m[-1]) + (workers - 1) * worker + dim,), (1,)).numpy()
+    return flat, starts_m, worker
+
+
+@functools.lru_cache(maxsize=16)  # from step to step it is the same
+def _starts(turns: tuple[int, ...], strides: tuple[int, ...]) -> IntArray:
+    starts_m = np.arange(turns[-1]) * strides[-1]
+    if len(turns) == 2:
+        starts_m = np.add.outer(np.arange(turns[0]) * strides[0], starts_m).reshape(-1)
+    return starts_m
+
+
+# Sums may be reordered (that is what makes them fast), but NaN must stay NaN: hence not all of numba's `fastmath`.
+# Infinite or NaN is asked as `not x < inf`, because isfinite() is written as x - x, which reordering folds away.
+REORDER = {"reassoc", "contract", "nsz", "arcp"}
+
+
+@functools.cache
+def _block_kernel() -> Callable[..., None]:
+    import numba
+
+    @numba.njit(nogil=True, fastmath=REORDER)
+    def kernel(rows, running_sum, thresholds, decided):  # type: ignore[no-untyped-def]
+        for k in range(rows.shape[0]):
+            s = b2 = running_sum.dtype.type(0)
+            for i in range(rows.shape[1]):
+                s += running_sum[i] * rows[k, i]
+                b2 += rows[k, i] * rows[k, i]
+            decided[0, k] = 1.0
+            if not b2 < np.inf:
+                continue
+            sign = running_sum.dtype.type(1 if s <= thresholds[k] else -1)
+            for i in range(rows.shape[1]):
+                running_sum[i] += sign * rows[k, i]
+            decided[0, k], decided[1, k], decided[2, k], decided[3, k] = sign, sign, s, b2
+
+    return kernel
+
+
+@functools.cache
+def _difference_kernel(parallel: bool) -> Callable[..., None]:
+    import numba
+
+    span = numba.prange if parallel else range
+
+    @numba.njit(parallel=parallel, nogil=True, fastmath=REORDER)
+    def kernel(  # type: ignore[no-untyped-def]
+        rows, rows_starts, minus, minus_starts, sizes, scratch, running_sum, thresholds, decided
+    ):
+        """Two rows of a turn at a time, from their own small table, added while the next two are read.
+
+        Memory is what limits long rows, and this spares it. `scratch` holds finite numbers before and after. Rows of
+        different turns never share a table: what is rounded how must not depend on how many turns came together.
+        """
+        zero, one = running_sum.dtype.type(0), running_sum.dtype.type(1)
+        workers, rows_worker, minus_worker = sizes
+        dim, last = running_sum.shape[0], workers - 1
+        sign = sign_other = zero  # nothing to be added yet
+        for turn in range(decided.shape[1] // workers):
+            for worker in range(0, workers, 2):
+                # A row without a partner is paired with nothing: itself times zero.
+                partner, factor = (worker + 1, one) if worker < last else (worker, zero)
+                at, at_minus = rows_starts[turn], minus_starts[turn]
+                first, first_minus = at + worker * rows_worker, at_minus + worker * minus_worker
+                second, second_minus = at + partner * rows_worker, at_minus + partner * minus_worker
+                x_row, x_minus = rows[first : first + dim], minus[first_minus : first_minus + dim]
+                y_row, y_minus = rows[second : second + dim], minus[second_minus : second_minus + dim]
+                s = s_other = b2 = b2_other = gram = zero
+                for i in span(dim):
+                    r = running_sum[i] + sign * scratch[0, i] + sign_other * scratch[1, i]
+                    x = x_row[i] - x_minus[i]
+                    y = factor * (y_row[i] - y_minus[i])
+                    running_sum[i] = r
+                    scratch[0, i] = x
+                    scratch[1, i] = y
+                    s += r * x
+                    s_other += r * y
+                    b2 += x * x
+                    b2_other += y * y
+                    gram += x * y
+                k, other = turn * workers + worker, turn * workers + partner
+                first_counts, second_counts = b2 < np.inf, b2_other < np.inf
+                sign = one if not first_counts or s <= thresholds[k] else -one
+                if first_counts and second_counts:
+                    s_other += sign * gram
+                sign_other = one if not second_counts or s_other <= thresholds[other] else -one
+                if not first_counts:
+                    scratch[0, :] = zero
+                if not second_counts:
+                    scratch[1, :] = zero
+                # The first last: without a partner, what has been found of one is to be overwritten.
+                decided[0, other], decided[0, k] = sign_other, sign
+                decided[1, other], decided[1, k] = sign_other * second_counts, sign * first_counts
+                decided[2, other], decided[2, k] = s_other if second_counts else zero, s if first_counts else zero
+                decided[3, other], decided[3, k] = b2_other if second_counts else zero, b2 if first_counts else zero
+        for i in span(dim):
+            running_sum[i] += sign * scratch[0, i] + sign_other * scratch[1, i]
+
+    return kernel
+
+
+def difference_table(first_KD: Array, second_KD: Array, running_sum_D: Array) -> FloatArray:
+    """Put `first - second` in the place of `first`; the inner products of these rows with each other and with `r`.
+
+    One pass over memory on one core: a stretch of columns is subtracted and multiplied while it is in cache.
+
+    Returns:
+        `K x (K + 1)`: the Gram matrix, and in the last column the inner products with the running sum.
+    """
+    table_KK1 = np.zeros((len(first_KD), len(first_KD) + 1))
+    with np.errstate(all="ignore"):
+        _table_kernel()(first_KD, second_KD, running_sum_D, table_KK1)
+    return table_KK1
+
+
+@functools.cache
+def _table_kernel() -> Callable[..., None]:
+    import numba
+
+    @numba.njit(nogil=True, fastmath=REORDER)
+    def kernel(first, second, running_sum, table):  # type: ignore[no-untyped-def]
+        zero = running_sum.dtype.type(0)
+        num_rows, dim = first.shape
+        for start in range(0, dim, 2048):
+            stop = min(dim, start + 2048)
+            for k in range(num_rows):
+                mine, theirs = first[k, start:stop], second[k, start:stop]
+                for i in range(stop - start):
+                    mine[i] -= theirs[i]
+            r = running_sum[start:stop]
+            # Two rows against two at a time, so that what has been loaded is used twice. With an odd number of rows
+            # the last stands for its missing partner too: its products are then found, and written, twice.
+            for k in range(0, num_rows, 2):
+                k_next = min(k + 1, num_rows - 1)
+                x, x_next = first[k, start:stop], first[k_next, start:stop]
+                s = s_next = zero
+                for i in range(stop - start):
+                    s += x[i] * r[i]
+                    s_next += x_next[i] * r[i]
+                table[k, num_rows] += s
+                if k_next > k:
+                    table[k_next, num_rows] += s_next
+                for j in range(0, k + 1, 2):
+                    j_next = min(j + 1, num_rows - 1)
+                    y, y_next = first[j, start:stop], first[j_next, start:stop]
+                    a = b = c = d = zero
+                    for i in range(stop - start):
+                        a += x[i] * y[i]
+                        b += x[i] * y_next[i]
+                        c += x_next[i] * y[i]
+                        d += x_next[i] * y_next[i]
+                    table[k, j] += a
+                    if j_next > j:
+                        table[k, j_next] += b
+                    if k_next > k:
+                        table[k_next, j] += c
+                        if j_next > j:
+                            table[k_next, j_next] += d
+        for k in range(num_rows):
+            for j in range(k):
+                table[j, k] = table[k, j]
+
+    return kernel
+
+
+_PARALLEL = threading.Lock()
+
+
+def in_turn(parallel: bool) -> AbstractContextManager[Any]:
+    """For a kernel that occupies several cores: the simplest of numba's thread pools aborts if two come at once."""
+    return _PARALLEL if parallel else nullcontext()
+
+
+def use_threads(count: int) -> bool:
+    """Let numba use as many threads as PyTorch; whether that is more than one."""
+    import numba
+
+    count = min(count, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    if count > 1:
+        numba.set_num_threads(count)
+    return count > 1

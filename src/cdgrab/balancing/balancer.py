@@ -1,0 +1,177 @@
+"""One running sum, and whatever decides signs against it fastest where the rows are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdgrab.accel import numba_balancing as compiled
+from cdgrab.balancing import tables
+from cdgrab.balancing.recorded import RecordedBlocks
+from cdgrab.balancing.rules import FloatArray, Rule
+from cdgrab.balancing.tally import Tally, Witness
+from cdgrab.orders.fill import SignArray
+
+Signs = SignArray | Tensor
+
+_TABLE_PAYS = 1 << 11  # on a CPU rows up to this length go through a table
+
+
+def block_size(rows_KD: Tensor) -> int:
+    """How many rows share a table: their Gram matrix costs `K * dim` operations per row, the table a call or two."""
+    if rows_KD.is_cuda:
+        dim = rows_KD.shape[1]
+        return 64 if dim < tables.LONG_ON_GPU else 8 if dim < tables.HUGE_ON_GPU else 16
+    return 64 if rows_KD.shape[1] <= 2048 else 32
+
+
+@dataclass
+class Balancer:
+    """One running sum: takes rows in balancing order, gives their signs.
+
+    A row that is not finite (or so long that its squared length is not) gets the sign `+1`, so that its pair keeps its
+    order, and leaves the running sum as it was.
+    """
+
+    rule: Rule
+    running_sum: Tensor = field(default_factory=lambda: torch.zeros(0))
+    tally: Tally = field(default_factory=Tally)
+    scratch: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    blocks: RecordedBlocks | None = None  # for what is the same every time
+    watched: int = 0  # numbers at the end of a row that are witnesses, and take no part in the decisions
+    witness: Witness = field(default_factory=Witness)
+
+    def start_epoch(self, epoch: int, num_rows: int) -> None:
+        """Begin at a running sum of zero."""
+        self.running_sum.zero_()
+        self.tally, self.witness = Tally(), Witness()
+        self.rule.start_epoch(epoch, num_rows)
+
+    def balance(self, rows_KD: Tensor, minus_KD: Tensor | None = None) -> Signs:
+        """Decide the signs of the next rows, `rows - minus` (float32 or float64; nothing is kept by reference).
+
+        Signs of rows on a GPU are a tensor of numbers there: asking for their values would make the host wait.
+        """
+        if len(rows_KD) == 0:
+            return np.empty(0, dtype=np.int8)
+        if self.watched:
+            whole = rows_KD if minus_KD is None else rows_KD - minus_KD
+            signs = self._balance(whole[:, : -self.watched], None)
+            self.witness.add(whole[:, -self.watched :], signs)
+            return signs
+        return self._balance(rows_KD, minus_KD)
+
+    def _balance(self, rows_KD: Tensor, minus_KD: Tensor | None) -> Signs:
+        self._make_room(rows_KD)
+        if rows_KD.device.type != "cpu":
+            return self._balance_blocks(rows_KD, minus_KD)
+        if compiled.available():
+            if minus_KD is None:
+                return self._balance_compiled(rows_KD)
+            return self._turns_compiled(rows_KD[None], minus_KD[None])
+        if minus_KD is None and rows_KD.shape[1] <= _TABLE_PAYS:
+            return self._balance_blocks(rows_KD, None)
+        return self._balance_rows(rows_KD, minus_KD)
+
+    def balance_turns(self, rows_mWD: Tensor, minus_mWD: Tensor) -> Signs:
+        """The rows `rows - minus` turn by turn, worker by worker: `m * W` signs.
+
+        Turns may have two dimensions, if they are balanced by compiled code.
+        """
+        if self.watched:
+            w = self.watched
+            signs = self._balance_turns(rows_mWD[..., :-w], minus_mWD[..., :-w])
+            self.witness.add((rows_mWD[..., -w:] - minus_mWD[..., -w:]).reshape(-1, w), signs)
+            return signs
+        return self._balance_turns(rows_mWD, minus_mWD)
+
+    def _balance_turns(self, rows_mWD: Tensor, minus_mWD: Tensor) -> Signs:
+        if rows_mWD.device.type == "cpu" and compiled.available():
+            return self._turns_compiled(rows_mWD, minus_mWD)
+        if not tables.takes_blocks(rows_mWD, minus_mWD):
+            signs = [self._balance(rows, minus) for rows, minus in zip(rows_mWD, minus_mWD, strict=True)]
+            late = [part for part in signs if isinstance(part, Tensor)]
+            return torch.cat(late) if late else np.concatenate(signs)
+        self._make_room(rows_mWD)
+        balance_blocks = self.blocks or tables.balance_blocks
+        decided_4N = balance_blocks(rows_mWD, minus_mWD, self.running_sum, self.rule)
+        self.tally.add_decided(decided_4N)
+        return decided_4N[0]
+
+    def _make_room(self, rows: Tensor) -> None:
+        if self.running_sum.numel() == 0:
+            self.running_sum = torch.zeros(rows.shape[-1], dtype=rows.dtype, device=rows.device)
+
+    def _balance_blocks(self, rows_KD: Tensor, minus_KD: Tensor | None) -> Signs:
+        size = block_size(rows_KD)
+        signs = []
+        for k in range(0, len(rows_KD), size):
+            rows, minus = rows_KD[k : k + size], None if minus_KD is None else minus_KD[k : k + size]
+            decided_4K = tables.decide(tables.table(rows, minus, self.running_sum), self.rule)
+            tables.advance(self.running_sum, rows, minus, decided_4K[1])
+            self.tally.add_decided(decided_4K)
+            signs.append(decided_4K[0])
+        signs_K = signs[0] if len(signs) == 1 else torch.cat(signs)
+        return signs_K.to(torch.int8).numpy() if signs_K.device.type == "cpu" else signs_K
+
+    def _scratch(self, num_rows: int, like: Tensor) -> Tensor:
+        """Room for a few rows, kept because allocating it anew costs more than filling it."""
+        if self.scratch.shape != (num_rows, like.shape[-1]):
+            self.scratch = like.new_zeros(num_rows, like.shape[-1])
+        return self.scratch
+
+    def _balance_rows(self, rows_KD: Tensor, minus_KD: Tensor | None) -> SignArray:
+        """Row by row: on a CPU a Gram matrix of long rows costs more than it saves.
+
+        NumPy's calls cost less than PyTorch's, PyTorch's use all cores; hence one for rows up to a certain length and
+        the other beyond.
+        """
+        threads = rows_KD.shape[1] >= compiled.ALL_CORES
+        r_D = self.running_sum if threads else self.running_sum.numpy()
+        row_D = self._scratch(1, rows_KD)[0] if threads else self._scratch(1, rows_KD)[0].numpy()
+        rows = rows_KD if threads else rows_KD.numpy()
+        minus = minus_KD if threads or minus_KD is None else minus_KD.numpy()
+        module: Any = torch if threads else np
+        decided_4K = np.zeros((4, len(rows)))
+        thresholds_K = self.rule.thresholds(
+            len(rows), lambda: compiled.lengths(rows_KD.numpy(), None if minus_KD is None else minus_KD.numpy())
+        ).tolist()
+        with np.errstate(all="ignore"):
+            for k in range(len(rows)):
+                d_D = rows[k] if minus is None else module.subtract(rows[k], minus[k], out=row_D)
+                length = module.dot(d_D, d_D).item()
+                if not length < math.inf:
+                    decided_4K[0, k] = 1
+                    continue
+                s = module.dot(d_D, r_D).item()
+                sign = 1 if s <= thresholds_K[k] else -1
+                (module.add if sign == 1 else module.subtract)(r_D, d_D, out=r_D)
+                decided_4K[:, k] = sign, sign, s, length
+        return self._counted(decided_4K)
+
+    def _balance_compiled(self, rows_KD: Tensor) -> SignArray:
+        rows = rows_KD.contiguous().numpy()
+        thresholds_K = self.rule.thresholds(len(rows), lambda: compiled.lengths(rows))
+        return self._counted(compiled.row_signs(rows, self.running_sum.numpy(), thresholds_K))
+
+    def _turns_compiled(self, rows_mWD: Tensor, minus_mWD: Tensor) -> SignArray:
+        self._make_room(rows_mWD)
+        *turns, workers, dim = rows_mWD.shape
+        thresholds_K = self.rule.thresholds(
+            math.prod(turns) * workers,
+            lambda: compiled.lengths(rows_mWD.reshape(-1, dim).numpy(), minus_mWD.reshape(-1, dim).numpy()),
+        )
+        scratch_2D = self._scratch(2, rows_mWD).numpy()
+        return self._counted(
+            compiled.turn_signs(rows_mWD, minus_mWD, scratch_2D, self.running_sum.numpy(), thresholds_K)
+        )
+
+    def _counted(self, decided_4K: FloatArray) -> SignArray:
+        self.tally.add(decided_4K)
+        signs_K: SignArray = decided_4K[0].astype(np.int8)
+        return signs_K

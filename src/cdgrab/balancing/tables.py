@@ -1,0 +1,196 @@
+"""From rows to a table, from the table to signs, from the signs to the new running sum.
+
+Three steps, wherever the rows are: on a CPU the table may come from compiled code, on a GPU each step is a Triton
+kernel, and plain PyTorch does it where neither is at hand. On a GPU nothing here makes the host wait, unless the rule
+asks for lengths.
+
+Shapes: `K` rows of `D` numbers; a table is `K x (K + 1)`, the Gram matrix and the inner products with the running sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdgrab.accel import numba_balancing as compiled
+from cdgrab.balancing.blocked import block_signs
+from cdgrab.balancing.rules import FloatArray, Rule
+
+_STRETCH = 1 << 14  # columns that a CPU takes at a time
+LONG_ON_GPU = 1 << 19  # from here on the rows themselves are what takes time, not the launches
+HUGE_ON_GPU = 1 << 23  # and from here on they keep a GPU busy; nothing else finds room beside them
+
+
+def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor) -> Tensor:
+    """The table of the rows `rows - minus`, in float64 on their device."""
+    if _triton(rows_KD, minus_KD):
+        from cdgrab.accel import triton_balancing as kernels
+
+        return kernels.table(rows_KD, minus_KD, running_sum_D, in_place=False)
+    return _plain_table(rows_KD if minus_KD is None else rows_KD - minus_KD, running_sum_D)
+
+
+def difference_table(first_KD: Tensor, second_KD: Tensor, running_sum_D: Tensor) -> Tensor:
+    """Put `first - second` in the place of `first`, and give the table of these rows.
+
+    Args:
+        first_KD: Float32 or float64, contiguous; overwritten.
+        second_KD: Of any floating type.
+        running_sum_D: Of the type of `first_KD`.
+
+    Example:
+        >>> first = torch.tensor([[3.0, 1.0], [1.0, 1.0]])
+        >>> difference_table(first, torch.ones(2, 2), torch.tensor([1.0, 5.0]))
+        tensor([[4., 0., 2.],
+                [0., 0., 0.]], dtype=torch.float64)
+        >>> first
+        tensor([[2., 0.],
+                [0., 0.]])
+    """
+    if _triton(first_KD, second_KD):
+        from cdgrab.accel import triton_balancing as kernels
+
+        return kernels.table(first_KD, second_KD, running_sum_D, in_place=True)
+    same = second_KD.dtype == first_KD.dtype and second_KD.is_contiguous()
+    if first_KD.device.type == "cpu" and same and compiled.available():
+        return torch.from_numpy(compiled.difference_table(first_KD.numpy(), second_KD.numpy(), running_sum_D.numpy()))
+    # On a CPU a stretch of columns at a time: it is in cache when it is multiplied, and sums of single-precision
+    # numbers stay short enough to be exact.
+    width = _STRETCH if first_KD.device.type == "cpu" else first_KD.shape[1]
+    parts = zip(first_KD.split(width, 1), second_KD.split(width, 1), running_sum_D.split(width), strict=True)
+    return torch.stack([_plain_table(first.sub_(second), r) for first, second, r in parts]).sum(0)
+
+
+def decide(table_KK1: Tensor, rule: Rule) -> Tensor:
+    """Decide the signs of `K` rows.
+
+    A row whose squared length is not finite gets the sign `+1`, so that its pair keeps its order, and the weight 0.
+
+    Returns:
+        `4 x K` in float64 on the table's device: signs; weights, with which the rows enter the running sum; the inner
+        products the signs were decided on; squared lengths. The last two are 0 for a row that is not finite.
+    """
+    lengths_K = table_KK1.diagonal()
+    thresholds_K = rule.thresholds(len(table_KK1), lambda: _finite(lengths_K.cpu().numpy()))
+    if table_KK1.device.type == "cpu":
+        return torch.from_numpy(_decide_here(table_KK1.numpy(), thresholds_K))
+    limits_K = _on_device(thresholds_K, table_KK1.device)
+    if _has_triton():
+        from cdgrab.accel import triton_balancing as kernels
+
+        return kernels.decide(table_KK1, limits_K)
+    return decide_there(table_KK1, limits_K)
+
+
+def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, weights_K: Tensor) -> None:
+    """Add the rows `rows - minus`, each times its weight, to the running sum. A row of weight 0 may be anything."""
+    if _triton(rows_KD, minus_KD):
+        from cdgrab.accel import triton_balancing as kernels
+
+        kernels.advance(running_sum_D, rows_KD, minus_KD, weights_K)
+        return
+    differences_KD = rows_KD if minus_KD is None else rows_KD - minus_KD
+    if rows_KD.device.type != "cpu" or not bool(weights_K.all()):
+        # Zero times something that is not finite is not zero.
+        differences_KD = torch.where(weights_K[:, None] != 0, differences_KD, 0.0)
+    running_sum_D.addmv_(differences_KD.T, weights_K.to(running_sum_D.dtype))
+
+
+def takes_blocks(rows_mWD: Tensor, minus_mWD: Tensor) -> bool:
+    """Whether `balance_blocks` is the way for these rows: longer ones are better read in few passes."""
+    return rows_mWD.shape[2] < LONG_ON_GPU and takes_triton(rows_mWD, minus_mWD)
+
+
+def balance_blocks(rows_mWD: Tensor, minus_mWD: Tensor, running_sum_D: Tensor, rule: Rule) -> Tensor:
+    """Decide the signs of all the rows `rows - minus`, turn by turn, and add them to the running sum.
+
+    The same as `table`, `decide` and `advance` for one block of rows after the other.
+    """
+    from cdgrab.accel import triton_balancing as kernels
+
+    limits_N = thresholds(rows_mWD, minus_mWD, rule)
+    return kernels.balance_blocks(kernels.Rows.of(rows_mWD), kernels.Rows.of(minus_mWD), running_sum_D, limits_N)
+
+
+def thresholds(rows_mWD: Tensor, minus_mWD: Tensor, rule: Rule) -> Tensor:
+    """Of the rows `rows - minus`, where they are."""
+    thresholds_N = rule.thresholds(
+        rows_mWD.shape[0] * rows_mWD.shape[1],
+        lambda: _finite((rows_mWD - minus_mWD).square().sum(-1).flatten().double().cpu().numpy()),
+    )
+    return _on_device(thresholds_N, rows_mWD.device)
+
+
+def decide_there(table_KK1: Tensor, thresholds_K: Tensor) -> Tensor:
+    """The twin of the Triton kernel: decides where the table is, in many small operations."""
+    lengths_K = table_KK1.diagonal()
+    finite_K = torch.isfinite(lengths_K)
+    gram_KK = torch.where(finite_K[:, None] & finite_K, table_KK1[:, :-1], 0.0)
+    s_K = torch.where(finite_K, table_KK1[:, -1], 0.0)
+    limits_K = torch.where(finite_K, thresholds_K, torch.inf)
+    signs_K = torch.ones_like(s_K)
+    for k in range(len(s_K)):
+        signs_K[k] = torch.where(s_K[k] <= limits_K[k], 1.0, -1.0)
+        s_K[k + 1 :] += signs_K[k] * gram_KK[k, k + 1 :]
+    return torch.stack([signs_K, torch.where(finite_K, signs_K, 0.0), s_K, torch.where(finite_K, lengths_K, 0.0)])
+
+
+def _decide_here(table_KK1: FloatArray, thresholds_K: FloatArray) -> FloatArray:
+    lengths_K = table_KK1.diagonal()
+    finite_K = np.isfinite(lengths_K)
+    gram_KK, dots_K = table_KK1[:, :-1], table_KK1[:, -1]
+    if not finite_K.all():
+        gram_KK, dots_K = np.where(finite_K[:, None] & finite_K, gram_KK, 0.0), np.where(finite_K, dots_K, 0.0)
+        thresholds_K = np.where(finite_K, thresholds_K, np.inf)
+    signs_K, s_K = block_signs(gram_KK, dots_K, thresholds_K)
+    return np.stack([signs_K, np.where(finite_K, signs_K, 0.0), s_K, _finite(lengths_K)])
+
+
+def _plain_table(rows_KD: Tensor, running_sum_D: Tensor) -> Tensor:
+    return torch.cat([rows_KD @ rows_KD.T, (rows_KD @ running_sum_D)[:, None]], dim=1).double()
+
+
+def _finite(lengths_K: FloatArray) -> FloatArray:
+    return np.where(np.isfinite(lengths_K), lengths_K, 0.0)
+
+
+def _on_device(thresholds_K: FloatArray, device: torch.device) -> Tensor:
+    if thresholds_K.any():
+        return torch.from_numpy(thresholds_K).to(device)
+    return zeros(len(thresholds_K), device)
+
+
+@functools.lru_cache(maxsize=128)
+def zeros(count: int, device: torch.device) -> Tensor:
+    """Thresholds of the greedy rule."""
+    return torch.zeros(count, dtype=torch.float64, device=device)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """Whether there is a Triton that knows tuples, which the kernels use."""
+    try:
+        major, minor = importlib.metadata.version("triton").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (3, 3)
+
+
+def has_kernels(*tensors: Tensor) -> bool:
+    """Whether there are kernels for what these tensors hold, laid out in any way."""
+    return all(t.is_cuda and t.dtype == torch.float32 for t in tensors) and _has_triton()
+
+
+def takes_triton(*tensors: Tensor) -> bool:
+    """Whether kernels can take these tensors as they lie."""
+    return all(t.stride(-1) == 1 for t in tensors) and has_kernels(*tensors)
+
+
+def _triton(rows_KD: Tensor, minus_KD: Tensor | None) -> bool:
+    """Whether the kernels for tables can take these rows."""
+    tensors = [rows_KD] if minus_KD is None else [rows_KD, minus_KD]
+    return rows_KD.shape[0] <= 64 and rows_KD.shape[1] > 0 and takes_triton(*tensors)

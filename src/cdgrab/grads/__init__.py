@@ -1,1 +1,0 @@
-"""Gradients as rows: reading them from a model, and what of them is balanced."""

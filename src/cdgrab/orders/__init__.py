@@ -1,0 +1,66 @@
+"""The orders by name. A new one is a function (or a composition of what exists) and one line in `ORDERS`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cdgrab.orders.baselines import Baseline, block_reversal, fixed, flip_flop, reshuffled
+
+
+@dataclass(frozen=True)
+class Free:
+    """An order that needs no gradients.
+
+    Attributes:
+        baseline: Gives the order of an epoch.
+        shuffle: Deal the examples from a seeded permutation; `False` deals them as the dataset has them.
+        redeal: Deal anew every epoch, so that examples move between workers.
+    """
+
+    baseline: Baseline
+    shuffle: bool = True
+    redeal: bool = False
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """An order found from gradients: what is balanced, and with whom.
+
+    Attributes:
+        centring: `"pair"` balances differences of neighbouring units (PairBalance), `"mean"` balances each unit's
+            gradient minus the worker's mean of the epoch before (MeanBalance).
+        coordinated: One running sum for all workers; otherwise every worker balances alone.
+    """
+
+    centring: Literal["pair", "mean"]
+    coordinated: bool
+
+
+@dataclass(frozen=True)
+class Herded:
+    """Greedy herding on the stored gradients of a whole epoch: `O(units * dim)` memory, for small studies."""
+
+
+OrderSpec = Free | Balanced | Herded
+
+ORDERS: dict[str, OrderSpec] = {
+    "rr": Free(reshuffled),
+    "global-rr": Free(fixed, redeal=True),
+    "shuffle-once": Free(fixed),
+    "flip-flop": Free(flip_flop),
+    "block-reversal": Free(block_reversal),
+    "sequential": Free(fixed, shuffle=False),
+    "cd-grab": Balanced("pair", coordinated=True),
+    "pair": Balanced("pair", coordinated=False),
+    "grab": Balanced("mean", coordinated=True),
+    "id-grab": Balanced("mean", coordinated=False),
+    "greedy-herding": Herded(),
+}
+
+
+def find_order(name: str) -> OrderSpec:
+    """Look an order up by name."""
+    if name not in ORDERS:
+        raise ValueError(f"unknown order {name!r}; choose one of {', '.join(ORDERS)}")
+    return ORDERS[name]

@@ -1,0 +1,54 @@
+"""A plain module in one process: the row is what `backward()` left in `.grad`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from cdgrab.per_example.engine import at_end_of_pass, current_pass
+from cdgrab.sources.flat import flat_grad
+
+if TYPE_CHECKING:
+    from cdgrab.ordering import Ordering
+
+
+class ModuleAttachment:
+    """Observes once per backward pass, after all gradients are there.
+
+    Where a unit is several batches (`unit_size` a multiple of the batch), it observes what they have accumulated, after
+    the last of them.
+    """
+
+    def __init__(self, ordering: Ordering, model: nn.Module, passes_per_unit: int) -> None:
+        self._ordering = ordering
+        self._model = model
+        self._passes_per_unit = passes_per_unit
+        self._passes = 0
+        self._task: int | None = None  # the backward pass that has been queued
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trainable:
+            raise ValueError("the model has no trainable parameter; there is no gradient to order by")
+        self._handles = [parameter.register_post_accumulate_grad_hook(self._on_grad) for parameter in trainable]
+
+    def settle(self) -> None:
+        pass
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _on_grad(self, parameter: Tensor) -> None:  # noqa: ARG002
+        task = current_pass()
+        if task != self._task:  # another than one that may have broken off
+            self._task = task
+            at_end_of_pass(self._on_end_of_backward)
+
+    def _on_end_of_backward(self) -> None:
+        self._task = None
+        self._passes += 1
+        if self._passes == self._passes_per_unit:
+            self._passes = 0
+            with torch.no_grad():
+                self._ordering._observe_attached(flat_grad(self._model))

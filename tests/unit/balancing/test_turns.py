@@ -1,0 +1,116 @@
+"""Differences balanced turn by turn, where they lie: any layout, any number of turns at a time, the same signs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from _asserts import assert_follows_the_rule
+from _inputs import randn
+from cdgrab import Ordering, World
+from cdgrab.balancing.balancer import Balancer, Signs
+from cdgrab.balancing.rules import Greedy
+from cdgrab.orders.decisions import Decisions
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "turns": lambda rows: rows.contiguous(),
+    "workers first": lambda rows: rows.transpose(0, 1).contiguous().transpose(0, 1),
+    "every other turn": lambda rows: torch.stack([rows, rows + 1], 1).flatten(0, 1)[::2],
+    "columns first": lambda rows: rows.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "padded": lambda rows: torch.nn.functional.pad(rows, (3, 5))[..., 3:-5],
+}
+
+
+def signs_of(rows: Tensor, minus: Tensor, at_a_time: int = 10**6) -> tuple[Signs, Balancer]:
+    balancer = Balancer(Greedy())
+    parts = zip(rows.split(at_a_time), minus.split(at_a_time), strict=True)
+    return np.concatenate([balancer.balance_turns(*part) for part in parts]), balancer
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("dim", [1, 19, 5569])
+def test_signs_follow_the_rule_whatever_the_layout(layout: str, workers: int, dim: int) -> None:
+    rows, minus = randn(9, workers, dim, seed=dim), randn(9, workers, dim, seed=dim + 1)
+    signs, balancer = signs_of(LAYOUTS[layout](rows), minus)
+    differences = (rows - minus).flatten(0, 1)
+    assert_follows_the_rule(differences, signs)
+    expected = torch.as_tensor(signs, dtype=torch.float64) @ differences.double()
+    torch.testing.assert_close(balancer.running_sum.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_one_mean_may_be_taken_from_all_turns() -> None:
+    rows, mean = randn(6, 3, 40), randn(3, 40, seed=1)
+    signs, _ = signs_of(rows, mean.expand_as(rows))
+    np.testing.assert_array_equal(signs, signs_of(rows, mean.repeat(6, 1, 1))[0])
+
+
+@pytest.mark.parametrize("workers", [1, 3, 4])
+@pytest.mark.parametrize("at_a_time", [1, 2, 5])
+def test_turns_that_come_together_are_rounded_alike(workers: int, at_a_time: int) -> None:
+    rows, minus = randn(30, workers, 300, seed=2), randn(30, workers, 300, seed=3)
+    signs, balancer = signs_of(rows, minus)
+    others, other = signs_of(rows, minus, at_a_time)
+    np.testing.assert_array_equal(signs, others)
+    assert torch.equal(balancer.running_sum, other.running_sum)
+    assert balancer.tally.settled() == other.tally.settled()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])  # the last only when it is squared
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_rows_that_are_not_finite_leave_no_trace(bad: float, workers: int) -> None:
+    rows, minus = randn(12, workers, 30), randn(12, workers, 30, seed=1)
+    for turn in (0, 4, 11):
+        for worker in range(0, workers, 2):
+            rows[turn, worker, 7] = bad
+    signs, balancer = signs_of(rows, minus)
+    finite = ((rows - minus).square().sum(-1) < torch.inf).flatten()
+    assert (signs[~finite.numpy()] == 1).all()
+    kept = (rows - minus).flatten(0, 1)[finite]
+    np.testing.assert_array_equal(signs[finite.numpy()], Balancer(Greedy()).balance(kept))
+    tally = balancer.tally.settled()
+    assert (tally.rows, tally.nonfinite) == (12 * workers, int((~finite).sum()))
+    assert tally.norm2 == pytest.approx(float(balancer.running_sum.double().square().sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("order", ["cd-grab", "pair", "grab", "id-grab"])
+@pytest.mark.parametrize("steps", [1, 2, 7, 40])
+@pytest.mark.parametrize("batch", [3, 6, 9, 12])  # one unit of a worker, two, three, four: two pairs in a step
+def test_orders_do_not_depend_on_how_many_steps_are_observed_together(
+    order: str, steps: int, batch: int, engine: str
+) -> None:
+    if engine != "compiled":
+        pytest.skip("tables of several rows are rounded by block")
+    # 40 steps are more than wait (2^16 numbers); fewer wait first.
+    vectors = randn(360, 600, seed=4)
+
+    def orders(steps: int) -> tuple[Tensor, ...]:
+        ordering = Ordering(360, batch_size=batch, unit_size=1, order=order, world=World.simulated(3))
+        for _ in range(2):
+            for index in torch.from_numpy(ordering.remaining()).split(batch * steps):
+                ordering.observe(vectors[index].view(-1, batch, 600))
+        return ordering.orders
+
+    for found, expected in zip(orders(steps), orders(40), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_decisions_of_all_kinds_keep_their_order() -> None:
+    decisions, workers, signs = Decisions(), [], []
+    for number in range(3000):  # more than are left lying
+        worker, sign, paired = number % 3, 1 - 2 * (number % 2), number % 5 < 3
+        one = np.array([worker]), np.array([sign], dtype=np.int8)
+        (decisions.append_pairs if paired else decisions.append)(
+            one[0], torch.tensor([float(sign)]) if paired else one[1]
+        )
+        workers += [worker, worker] if paired else [worker]
+        signs += [sign, -sign] if paired else [sign]
+    found_workers, found_signs = decisions.joined()
+    np.testing.assert_array_equal(found_workers, workers)
+    np.testing.assert_array_equal(found_signs, signs)
