@@ -147,7 +147,11 @@ class Lookup:
         flat = place_ND.as_strided(((num - 1) * row + place_ND.shape[1],), (1,))
         first_NT = torch.arange(num, device=flat.device)[:, None] * row + self.index_NT * strides[0]
         index_NTq = first_NT[:, :, None] + torch.arange(q, device=flat.device) * strides[1]
-        flat.index_add_(0, index_NTq.flatten(), self.b_NTq.flatten())
+        # Each gives the same bits every time where it is used, and not where the other is.
+        if flat.is_cuda:
+            flat.index_put_((index_NTq.flatten(),), self.b_NTq.flatten(), accumulate=True)
+        else:
+            flat.index_add_(0, index_NTq.flatten(), self.b_NTq.flatten())
 
 
 def by_example(x: Tensor, num: int) -> Tensor:
