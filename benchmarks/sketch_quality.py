@@ -20,7 +20,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -242,7 +242,8 @@ def main() -> None:
         there = known()
         missing = [run for run in wanted if run not in there]
         with ThreadPoolExecutor(options.jobs) as pool, RECORDS.open("a") as records:
-            for line in pool.map(lambda run: start(run, options.data, options.before), missing):
+            runs = [pool.submit(start, run, options.data, options.before) for run in missing]
+            for line in (run.result() for run in as_completed(runs)):
                 records.write(line + "\n")
                 records.flush()
                 done = json.loads(line)

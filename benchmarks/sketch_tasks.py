@@ -5,6 +5,8 @@ Imported with this version of cdgrab and, for comparison, with an older one: onl
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -109,6 +111,12 @@ def network(seed: int, *widths: int, careful: bool = False) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+def shipped(task: str) -> Any:
+    """The module of one of the experiments, in this version or in an older one."""
+    older = importlib.util.find_spec("cdgrab.paper") is not None
+    return importlib.import_module(f"{'cdgrab.paper' if older else 'cdgrab_experiments'}.tasks.{task}")
+
+
 def digits(data: Path) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     """1,797 images of 8 x 8."""
     from sklearn.datasets import load_digits
@@ -119,32 +127,28 @@ def digits(data: Path) -> tuple[Tensor, Tensor]:  # noqa: ARG001
 
 def mnist(data: Path) -> tuple[Tensor, Tensor]:
     """The first 10,000 images."""
-    from cdgrab_experiments.tasks.mnist import TASK
-
-    x, y = TASK.load(data, TASK.variants[0], 0).train
+    task = shipped("mnist").TASK
+    x, y = task.load(data, task.variants[0], 0).train
     return x[:10_000], y[:10_000]
 
 
 def mnist_network(seed: int) -> nn.Module:
     """The network that `cdgrab` ships for MNIST: 784-128-10."""
-    from cdgrab_experiments.tasks.mnist import network as shipped
-
-    return shipped(seed)
+    model: nn.Module = shipped("mnist").network(seed)
+    return model
 
 
 def m4(data: Path) -> tuple[Tensor, Tensor]:
     """Every tenth window."""
-    from cdgrab_experiments.tasks.m4 import TASK
-
-    x, y = TASK.load(data, "", 0).train
+    task = shipped("m4").TASK
+    x, y = task.load(data, "", 0).train
     return x[::10].contiguous(), y[::10].contiguous()
 
 
 def m4_network(seed: int) -> nn.Module:
     """The autoregressive 20-64-64-1."""
-    from cdgrab_experiments.tasks.m4 import Autoregressive
-
-    return Autoregressive(seed)
+    model: nn.Module = shipped("m4").Autoregressive(seed)
+    return model
 
 
 def m4_loss(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -155,17 +159,15 @@ def m4_loss(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
 
 def cifar10(data: Path) -> tuple[Tensor, Tensor]:
     """The first 10,000 images, as the model takes them."""
-    from cdgrab_experiments.tasks.cifar10 import TASK
-
-    x, y = TASK.load(data, "", 0).train
+    task = shipped("cifar10").TASK
+    x, y = task.load(data, "", 0).train
     return x[:10_000], y[:10_000]
 
 
 def lenet(seed: int) -> nn.Module:
     """62,006 parameters."""
-    from cdgrab_experiments.tasks.cifar10 import lenet as shipped
-
-    return shipped(seed)
+    model: nn.Module = shipped("cifar10").lenet(seed)
+    return model
 
 
 WORDS, LENGTH = 1024, 32
