@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
 from cdgrab.accel import numba_convolution
-from cdgrab.per_example.sketch import Paired
+from cdgrab.per_example.sketch import Paired, Spread
 
 _MOST_PATCHES = {"cpu": 1 << 19, "cuda": 1 << 26}  # numbers: a CPU keeps them in cache, a GPU has room
 
@@ -51,7 +51,10 @@ class Convolved:
         parts = zip(self.x.split(some), self.grad.split(some), strict=True)
         return torch.cat([(b.flatten(2) @ patches(a, geometry).mT).flatten(1) for a, b in parts])
 
-    def sketched(self, paired: Paired) -> Tensor:
+    def spread(self, spread: Spread) -> Tensor:
+        return spread.of_rows(self.rows())
+
+    def paired(self, paired: Paired) -> Tensor:
         """Without patches, features of the channels go through a convolution with the signs of the window.
 
         Where there are many positions, or few weights, rows are formed and sketched instead.

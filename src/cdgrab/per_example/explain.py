@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cdgrab.per_example.plan import Layer, find_layers, matrices_of
-from cdgrab.per_example.sketch import TRANSFORM, is_paired
+from cdgrab.per_example.sketch import TRANSFORM, kind_of
 
 _MAPS = {
     "paired": "paired: from Fourier features of inputs and output gradients, or of the gradient where that is cheaper.",
+    "spread": "spread: from a product of inputs or output gradients with random signs.",
     "folded": "folded: the gradient is formed, and added up with random signs.",
 }
 _CHANNELS_FIRST = (nn.Conv1d, nn.Conv2d, nn.GroupNorm)
@@ -66,11 +67,12 @@ def explain(model: nn.Module, length: int, inputs: tuple[Any, ...] = ()) -> str:
 def _part(shape: torch.Size, length: int, positions: int, *, factored: bool, exact: bool) -> _Part:
     """Work is told in multiplications of a matrix product, as `Paired.prefers_rows` tells it."""
     formed = (positions if factored else 1) * shape.numel()
-    if exact or not (factored and is_paired(shape, length)):
-        return _Part("folded", formed + shape.numel())
+    how = kind_of(shape, length) if factored and not exact else "folded"
+    if how != "paired":
+        return _Part(how, formed if how == "spread" and positions == 1 else formed + shape.numel())
     window, transform = math.prod(shape[2:]), TRANSFORM * length
     by_features = positions * transform * (2 + (window / 3 if window > 1 else 0))
-    return _Part("paired", min(by_features, formed + shape[0] * window * transform))
+    return _Part(how, min(by_features, formed + shape[0] * window * transform))
 
 
 def _aligned(table: list[list[str]]) -> list[str]:

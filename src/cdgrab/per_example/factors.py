@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from cdgrab.balancing.tables import takes_triton
-from cdgrab.per_example.sketch import Paired
+from cdgrab.per_example.scatter import add_at
+from cdgrab.per_example.sketch import Paired, Spread
 
 _LONG_ROW = 1 << 18  # numbers from which on rows are cleared one by one
 _MOST_POSITIONS = 2048  # of a lookup: the Triton kernel compares all of them with each other
@@ -36,8 +37,11 @@ class Factors(Protocol):
     def rows(self) -> Tensor:
         """`N x D`: one row for each example."""
 
-    def sketched(self, paired: Paired) -> Tensor:
-        """`N x k`: the sketches of a parameter that is sketched in pairs."""
+    def paired(self, paired: Paired) -> Tensor:
+        """`N x k`: what the map makes of them."""
+
+    def spread(self, spread: Spread) -> Tensor:
+        """`N x spread.size`: what the map makes of them."""
 
     def total(self) -> Tensor:
         """`D` numbers, in any shape: the sum over examples, which is the batch's gradient."""
@@ -55,8 +59,11 @@ class Rows:
     def rows(self) -> Tensor:
         return self.rows_ND
 
-    def sketched(self, paired: Paired) -> Tensor:
+    def paired(self, paired: Paired) -> Tensor:
         return paired.of_rows(self.rows_ND)
+
+    def spread(self, spread: Spread) -> Tensor:
+        return spread.of_rows(self.rows_ND)
 
     def total(self) -> Tensor:
         return self.rows_ND.sum(0)
@@ -76,8 +83,11 @@ class Summed:
             return self.vectors_NTp.sum(1)
         return self.vectors_NTp[:, 0].clone()  # it belongs to autograd, which may add to it
 
-    def sketched(self, paired: Paired) -> Tensor:
+    def paired(self, paired: Paired) -> Tensor:
         return paired.of_rows(self.rows())
+
+    def spread(self, spread: Spread) -> Tensor:
+        return spread.of_rows(self.rows())
 
     def total(self) -> Tensor:
         return self.vectors_NTp.sum((0, 1))
@@ -96,8 +106,13 @@ class Matrix:
     def rows(self) -> Tensor:
         return (self.b_NTq.mT @ self.a_NTp).flatten(1)
 
-    def sketched(self, paired: Paired) -> Tensor:
+    def paired(self, paired: Paired) -> Tensor:
         return paired.summed(self.a_NTp, self.b_NTq)
+
+    def spread(self, spread: Spread) -> Tensor:
+        if self.a_NTp.shape[1] == 1:
+            return spread.of_outer(self.a_NTp[:, 0], self.b_NTq[:, 0])
+        return spread.of_rows(self.rows())
 
     def total(self) -> Tensor:
         return self.b_NTq.flatten(0, 1).T @ self.a_NTp.flatten(0, 1)
@@ -120,7 +135,10 @@ class Lookup:
         self.add_rows(rows_ND)
         return rows_ND
 
-    def sketched(self, paired: Paired) -> Tensor:
+    def spread(self, spread: Spread) -> Tensor:
+        return spread.of_lookups(self.index_NT, self.b_NTq)
+
+    def paired(self, paired: Paired) -> Tensor:
         some = paired.at_a_time(self.b_NTq, self.index_NT.shape[1])
         parts = [
             paired.product(paired.inputs(b_NTq), paired.outputs.of_units(index_NT, b_NTq))
@@ -147,11 +165,7 @@ class Lookup:
         flat = place_ND.as_strided(((num - 1) * row + place_ND.shape[1],), (1,))
         first_NT = torch.arange(num, device=flat.device)[:, None] * row + self.index_NT * strides[0]
         index_NTq = first_NT[:, :, None] + torch.arange(q, device=flat.device) * strides[1]
-        # Each gives the same bits every time where it is used, and not where the other is.
-        if flat.is_cuda:
-            flat.index_put_((index_NTq.flatten(),), self.b_NTq.flatten(), accumulate=True)
-        else:
-            flat.index_add_(0, index_NTq.flatten(), self.b_NTq.flatten())
+        add_at(flat, index_NTq, self.b_NTq)
 
 
 def by_example(x: Tensor, num: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cdgrab.balancing.tally import WITNESS_SHARE
-from cdgrab.per_example.sketch import Paired, Sketch, turn_sizes
+from cdgrab.per_example.sketch import Paired, Sketch, Spread, turn_sizes
 
 
 def projection(shapes: Mapping[str, torch.Size], matrices: Collection[str], length: int, seed: int) -> Tensor:
@@ -19,15 +19,28 @@ def projection(shapes: Mapping[str, torch.Size], matrices: Collection[str], leng
     for name, shape in shapes.items():
         if name in sketch.paired:
             parts.append(_paired(sketch.paired[name], shape))
-        else:
-            signs = sketch._folding._signs[name]
-            part = torch.zeros(shape.numel(), length, dtype=torch.float64)
-            for i, sign in enumerate(signs.tolist()):
-                part[i, (folded + i) % length] = sign
-            parts.append(part)
-            folded += shape.numel()
+            continue
+        spread = sketch.spread.get(name)
+        short = torch.eye(shape.numel(), dtype=torch.float64) if spread is None else _spread(spread, shape)
+        part = torch.zeros(shape.numel(), length, dtype=torch.float64)
+        for i, sign in enumerate(sketch.folding.signs[name].tolist()):
+            part[:, (folded + i) % length] += sign * short[:, i]
+        parts.append(part)
+        folded += short.shape[1]
     whole = torch.cat(parts)
     return whole @ _rotation(length).T if sketch.watched else whole
+
+
+def _spread(spread: Spread, shape: torch.Size) -> Tensor:
+    """Entry by entry: the place of its longer side, in the group of its shorter side."""
+    signs_gSl = spread.signs(torch.zeros(0, dtype=torch.float64))
+    part = torch.zeros(*shape, spread.size, dtype=torch.float64)
+    for output in range(shape[0]):
+        for input in range(shape[1]):
+            long, short = (output, input) if shape[0] > shape[1] else (input, output)
+            within, group = divmod(short, spread.groups)
+            part[output, input, group * spread.long + long] = signs_gSl[group, within, long]
+    return part.flatten(0, 1)
 
 
 def _rotation(length: int) -> Tensor:

@@ -56,11 +56,13 @@ class SketchedRows:
         self._sketch = sketch
 
     def add(self, name: str, factors: Factors) -> None:
-        paired = self._sketch.paired.get(name)
-        if paired is None:
-            self._sketch.add_rows(name, factors.rows())
+        sketch = self._sketch
+        if name in sketch.paired:
+            sketch.add(factors.paired(sketch.paired[name]))
+        elif name in sketch.spread:
+            sketch.fold(name, factors.spread(sketch.spread[name]))
         else:
-            self._sketch.add(factors.sketched(paired))
+            sketch.fold(name, factors.rows())
 
     def finish(self) -> Tensor:
         return self._sketch.finish()

@@ -2,18 +2,20 @@
 
 Balancing needs inner products of gradients and nothing else, and a random projection preserves them. The projection
 here depends on the shapes of the parameters in their order, on which of them are matrices, on the length and on a seed.
-Nothing is fitted to data, nothing is saved, and every rank has the same one. Two kinds of maps share the `length`
+Nothing is fitted to data, nothing is saved, and every rank has the same one. Three kinds of maps share the `length`
 numbers. Each parameter uses one, and their results are added, so that every parameter has the full length:
 
     Paired   for a large matrix with gradient `sum_t outer(b_t, a_t)`: both sides get random signs and a Fourier
              transform, frequency `f` of one side is multiplied by frequency `turn(f)` of the other, and the products
              are summed over `t`. The gradient is never formed.
-    Folded   for small parameters, whose gradient is cheap to form: random signs, then coordinate `i` is added to
+    Spread   for a smaller matrix: every entry gets a random sign, and entries are added up along the shorter side.
+             With one position that is one matrix product, `a * (b @ signs)`, and no gradient is formed.
+    Folded   for all other parameters, and for what spreading gives: random signs, then coordinate `i` is added to
              number `i mod length` (a count sketch).
 
 `cdgrab.per_example.reference` has the same projection as one dense matrix, which is slow and easy to check.
 
-Both maps are unbiased: over the random signs, the mean of `<sketch(g), sketch(h)>` is `<g, h>`, with a variance of
+All maps are unbiased: over the random signs, the mean of `<sketch(g), sketch(h)>` is `<g, h>`, with a variance of
 about `||g||^2 ||h||^2 / length` if gradients are not aligned. The paired map is a TensorSketch (Pham and Pagh, KDD
 2013) whose hash functions are replaced by the turn, which a computer reads without gathering.
 
@@ -33,12 +35,13 @@ from torch import Tensor
 from cdgrab.arguments import whole_number
 from cdgrab.balancing.tally import WITNESS_SHARE
 from cdgrab.lanes import generator
+from cdgrab.per_example.scatter import add_at
 
 DEFAULT_LENGTH = 1024
 LEAST_LENGTH = 16
-# A matrix with at most this many entries for each number of the sketch is folded. Forming its rows then takes about as
-# long as two Fourier transforms, with one position or with many.
-FOLDED_ENTRIES = 8
+# A matrix with at most this many entries for each number of the sketch is spread. A product with its signs then takes
+# less time than two Fourier transforms.
+SPREAD_ENTRIES = 48
 # Numbers of features that are made at a time: a CPU keeps them in cache, a GPU has room.
 MOST_FEATURES = {"cpu": 1 << 18, "cuda": 1 << 24}
 # Multiplications of a matrix product that take as long as a Fourier transform and what goes with it, for each number of
@@ -165,23 +168,92 @@ class Paired:
         return self._window_signs_Fw
 
 
+class Spread:
+    """The map of a smaller matrix: entries with random signs are added up along its shorter side.
+
+    Entries that share a place of the longer side fall into `groups` sums, so that the sketch is filled.
+
+    Args:
+        shape: Outputs and inputs.
+        length: Of the sketch.
+        rng: Draws the signs.
+    """
+
+    def __init__(self, shape: torch.Size, length: int, rng: np.random.Generator) -> None:
+        self.by_output = shape[0] > shape[1]  # whether outputs are the longer side
+        self.short, self.long = sorted(shape)
+        self.groups = min(self.short, -(-length // self.long))
+        self.size = self.groups * self.long
+        signs_ls = rng.integers(0, 2, (self.long, self.short)) * 2.0 - 1.0
+        self._missing = -self.short % self.groups
+        # Place `s` of the shorter side belongs to group `s mod groups`; zeros where there is none.
+        padded = np.pad(signs_ls, ((0, 0), (0, self._missing))).reshape(self.long, -1, self.groups)
+        self._signs_gSl = torch.from_numpy(np.ascontiguousarray(padded.transpose(2, 1, 0)))
+
+    def of_rows(self, rows_ND: Tensor) -> Tensor:
+        """`N x size`: from gradients that have been formed."""
+        matrix = rows_ND.view(len(rows_ND), *((self.long, self.short) if self.by_output else (self.short, self.long)))
+        grouped_NgSl = self._grouped(matrix if self.by_output else matrix.mT).permute(0, 3, 2, 1)
+        return (grouped_NgSl * self.signs(rows_ND)).sum(2).flatten(1)
+
+    def of_outer(self, a_Np: Tensor, b_Nq: Tensor) -> Tensor:
+        """`N x size`: from the factors of gradients `outer(b, a)`."""
+        long_Nl, short_Ns = (b_Nq, a_Np) if self.by_output else (a_Np, b_Nq)
+        signs_gSl = self.signs(a_Np)
+        if self.groups == 1:
+            return long_Nl * (short_Ns @ signs_gSl[0])
+        sums_gNl = self._grouped(short_Ns).permute(2, 0, 1) @ signs_gSl
+        return (sums_gNl * long_Nl).transpose(0, 1).flatten(1)
+
+    def of_lookups(self, index_NT: Tensor, b_NTq: Tensor) -> Tensor:
+        """`N x size`: from gradients of a table of which position `t` used line `index_t`."""
+        signs_gSl, found_Ns = self.signs(b_NTq), b_NTq.new_zeros(len(b_NTq), self.size)
+        if self.by_output:  # the numbers of a line are added up, group by group
+            values = (signs_gSl.permute(2, 0, 1)[index_NT] * self._grouped(b_NTq).mT).sum(3)
+            place = index_NT[..., None] + torch.arange(self.groups, device=b_NTq.device) * self.long
+        else:  # lines are added up
+            group_NT = index_NT % self.groups
+            values = signs_gSl[group_NT, index_NT // self.groups] * b_NTq
+            place = group_NT[..., None] * self.long + torch.arange(self.long, device=b_NTq.device)
+        first_N = torch.arange(len(b_NTq), device=b_NTq.device) * self.size
+        add_at(found_Ns.view(-1), first_N[:, None, None] + place, values)
+        return found_Ns
+
+    def signs(self, like: Tensor) -> Tensor:
+        """`groups x S x long`, in the type of `like` and on its device."""
+        if self._signs_gSl.dtype != like.dtype or self._signs_gSl.device != like.device:
+            self._signs_gSl = self._signs_gSl.to(like)
+        return self._signs_gSl
+
+    def _grouped(self, short: Tensor) -> Tensor:
+        """The last dimension, the shorter side, as `S x groups`."""
+        if self._missing:
+            short = torch.nn.functional.pad(short, (0, self._missing))
+        return torch.unflatten(short, -1, (-1, self.groups))
+
+
 class Folding:
-    """The map of all small parameters: each is added to the sketch with random signs, from a place of its own on.
+    """The map of all other parameters: each is added to the sketch with random signs, from a place of its own on.
 
     Rows wait until there are many, or until the sketch is asked for: folding them together takes three calls.
+
+    Args:
+        sizes: Numbers of each parameter.
+        length: Of the sketch.
+        rngs: Draw the signs. Parameters without a generator have their signs already.
     """
 
     def __init__(self, sizes: Mapping[str, int], length: int, rngs: Mapping[str, np.random.Generator]) -> None:
         self._length = length
-        self._signs = {
-            name: torch.from_numpy(rngs[name].integers(0, 2, size) * 2.0 - 1.0) for name, size in sizes.items()
-        }
+        signs = {name: rngs[name].integers(0, 2, size) * 2.0 - 1.0 for name, size in sizes.items() if name in rngs}
+        self.signs = {name: torch.from_numpy(signs.get(name, np.ones(size))) for name, size in sizes.items()}
         # Zeros before and after a parameter's row, which then begins at its place and fills whole lengths.
         starts = (np.cumsum([0, *sizes.values()]) % length).tolist()
         self._margins = {
             name: (start, -(start + size) % length) for (name, size), start in zip(sizes.items(), starts, strict=False)
         }
         self._padded: dict[tuple[str, ...], Tensor] = {}  # signs of several parameters, as they were last used
+        self._joined = torch.empty(0)
         self._names: list[str] = []
         self._rows: list[Tensor] = []
         self._waiting = 0
@@ -208,17 +280,28 @@ class Folding:
             parts.append(rows_ND)
             if after:
                 parts.append(zero_N1.expand(-1, after))
-        joined = torch.cat(parts, 1)
-        return torch.unflatten(joined * self._signs_of(names, joined), 1, (-1, self._length)).sum(1)
+        joined = torch.cat(parts, 1, out=self._room(rows[0], sum(part.shape[1] for part in parts)))
+        joined *= self._signs_of(names, joined)
+        return torch.unflatten(joined, 1, (-1, self._length)).sum(1)
 
     def drop(self) -> None:
         """Forget what waits."""
         self._names, self._rows, self._waiting = [], [], 0
 
+    def _room(self, like: Tensor, width: int) -> Tensor:
+        """`N x width`, kept: allocating it anew takes a CPU longer than filling it."""
+        if (
+            self._joined.numel() < len(like) * width
+            or self._joined.dtype != like.dtype
+            or self._joined.device != like.device
+        ):
+            self._joined = like.new_empty(len(like) * width)
+        return self._joined[: len(like) * width].view(len(like), width)
+
     def _signs_of(self, names: tuple[str, ...], like: Tensor) -> Tensor:
         known = self._padded.get(names)
         if known is None or known.dtype != like.dtype or known.device != like.device:
-            padded = [torch.nn.functional.pad(self._signs[name], self._margins[name]) for name in names]
+            padded = [torch.nn.functional.pad(self.signs[name], self._margins[name]) for name in names]
             known = torch.cat(padded).to(like)
             if sum(map(len, self._padded.values())) > _MOST_PADDED:  # passes differ without end
                 self._padded.clear()
@@ -239,22 +322,28 @@ class Sketch:
     def __init__(self, shapes: Mapping[str, torch.Size], matrices: Collection[str], length: int, seed: int) -> None:
         self.length = checked_length(length)
         rngs = {name: generator(seed, number, "sketch") for number, name in enumerate(shapes)}
-        large = {name for name in matrices if is_paired(shapes[name], length)}
-        exact = sum(shape.numel() for shape in shapes.values()) <= length
-        if exact:
-            large = set()  # folded, no two numbers meet, and nothing is lost
+        exact = sum(shape.numel() for shape in shapes.values()) <= length  # all folded, no two numbers meet
+        kinds = {name: "folded" if exact or name not in matrices else kind_of(shapes[name], length) for name in shapes}
         self.watched = 0 if exact else length // WITNESS_SHARE  # witnesses, at the end
-        self.paired = {name: Paired(shape, length, rngs[name]) for name, shape in shapes.items() if name in large}
+        self.paired = {n: Paired(shapes[n], length, rngs[n]) for n, kind in kinds.items() if kind == "paired"}
+        self.spread = {n: Spread(shapes[n], length, rngs[n]) for n, kind in kinds.items() if kind == "spread"}
+        sizes = {name: shape.numel() for name, shape in shapes.items() if name not in self.paired}
+        sizes |= {name: spread.size for name, spread in self.spread.items()}
+        self.folding = Folding(sizes, length, {name: rngs[name] for name in sizes.keys() - self.spread.keys()})
         self._rotation_88: Tensor | None = None
-        self._folding = Folding({n: shape.numel() for n, shape in shapes.items() if n not in large}, length, rngs)
         self._sum_Nk: Tensor | None = None
 
     def add_rows(self, name: str, rows_ND: Tensor) -> None:
         """Add the gradients of a parameter, one row for each example of the batch."""
         if name in self.paired:
             self.add(self.paired[name].of_rows(rows_ND))
-        elif self._folding.add(name, rows_ND):
-            self.add(self._folding.take())
+        else:
+            self.fold(name, self.spread[name].of_rows(rows_ND) if name in self.spread else rows_ND)
+
+    def fold(self, name: str, rows_ND: Tensor) -> None:
+        """Add the gradients of a parameter that is folded, or what `spread[name]` has made of them."""
+        if self.folding.add(name, rows_ND):
+            self.add(self.folding.take())
 
     def add(self, part_Nk: Tensor | None) -> None:
         """Add what `paired[name]` has made of the factors of a parameter."""
@@ -263,7 +352,7 @@ class Sketch:
 
     def finish(self) -> Tensor:
         """`N x k`: the sketches of the batch."""
-        self.add(self._folding.take())
+        self.add(self.folding.take())
         found, self._sum_Nk = self._sum_Nk, None
         assert found is not None, "no gradient came"
         # A number that is not finite makes its whole row so: a row is balanced, or it is left out.
@@ -283,13 +372,15 @@ class Sketch:
 
     def drop(self) -> None:
         """Forget a batch that broke off."""
-        self._folding.drop()
+        self.folding.drop()
         self._sum_Nk = None
 
 
-def is_paired(shape: torch.Size, length: int) -> bool:
-    """Whether a matrix of this shape is sketched from factors; a smaller one is formed and folded."""
-    return len(shape) > 1 and shape.numel() > FOLDED_ENTRIES * length
+def kind_of(shape: torch.Size, length: int) -> str:
+    """How a parameter whose gradients come as factors is sketched: paired, spread or folded."""
+    if len(shape) > 1 and shape.numel() > SPREAD_ENTRIES * length:
+        return "paired"
+    return "spread" if len(shape) == 2 else "folded"
 
 
 def checked_length(length: int) -> int:

@@ -14,9 +14,10 @@ from _inputs import randn
 from _models import MODELS, build, rows_of
 from cdgrab import Ordering, World
 from cdgrab.balancing.tally import WITNESS_SHARE
+from cdgrab.per_example.factors import Lookup
 from cdgrab.per_example.plan import matrices_of
 from cdgrab.per_example.reference import projection
-from cdgrab.per_example.sketch import MOST_FEATURES, TRANSFORM, Paired, Sketch, checked_length
+from cdgrab.per_example.sketch import MOST_FEATURES, TRANSFORM, Paired, Sketch, Spread, checked_length
 
 
 class Convolutions(nn.Module):
@@ -52,18 +53,19 @@ def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("length", [16, 64])
+@pytest.mark.parametrize("kind", ["paired", "spread"])
 @pytest.mark.parametrize("name", [*MODELS, "convolutions"])
 def test_they_are_those_of_the_reference(
-    name: str, length: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, length: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cdgrab.per_example.sketch.FOLDED_ENTRIES", 1)  # so that small matrices are paired
+    monkeypatch.setattr("cdgrab.per_example.sketch.SPREAD_ENTRIES", 1 if kind == "paired" else 48)
     model, x, y = built(name, dtype)
     shapes, matrices = shapes_of(model), matrices_of(model)
     rows = rows_of(model, x, y).double()
     found = rows_of(model, x, y, source="sketch", length=length, seed=3).double()
     expected = rows @ projection(shapes, matrices, length, 3)
     if name not in ("used twice", "unknown", "adapters"):
-        assert Sketch(shapes, matrices, length, 3).paired  # both maps are in it
+        assert getattr(Sketch(shapes, matrices, length, 3), kind)  # beside what is folded
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9 if dtype == torch.float64 else 1e-5)
 
 
@@ -85,6 +87,40 @@ def test_inner_products_are_kept_on_average(shape: tuple[int, ...]) -> None:
     assert float((spread / (lengths[:, None] * lengths)).max()) < 3.5 / 64**0.5
 
 
+@pytest.mark.parametrize("shape", [(40, 30), (30, 41), (7, 100), (200, 3), (9, 5)], ids=str)
+def test_spread_matrices_keep_inner_products_on_average(shape: tuple[int, int]) -> None:
+    """As above, with what spreading gives folded as well."""
+    q, p = shape
+    b, a = randn(5, q, seed=1).double(), randn(5, p, seed=2).double()
+    rows = (b[:, :, None] * a[:, None]).flatten(1)
+    tables = []
+    for seed in range(300):
+        sketch = Sketch({"weight": torch.Size(shape), "more": torch.Size((64,))}, {"weight"}, 64, seed)
+        if not sketch.spread:
+            return  # too short to be sketched
+        sketch.fold("weight", sketch.spread["weight"].of_outer(a, b))
+        short = sketch.finish()
+        tables.append(short @ short.T)
+    error = torch.stack(tables).mean(0) - rows @ rows.T
+    deviation = torch.stack(tables).std(0)
+    assert (error.abs() < 5 * deviation / 300**0.5 + 1e-9).all()
+    lengths = rows.norm(dim=1)
+    assert float((deviation / (lengths[:, None] * lengths)).max()) < 3.5 / 64**0.5
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (7, 4), (30, 3), (3, 30), (1, 9)], ids=str)
+def test_spread_matrices_come_from_factors_and_from_rows_alike(shape: tuple[int, int]) -> None:
+    q, p = shape
+    spread = Spread(torch.Size(shape), 16, np.random.default_rng(0))
+    a, b = randn(5, p, seed=1), randn(5, q, seed=2)
+    torch.testing.assert_close(
+        spread.of_outer(a, b), spread.of_rows((b[:, :, None] * a[:, None]).flatten(1)), rtol=1e-5, atol=1e-6
+    )
+    index, values = torch.arange(15).view(5, 3) % q, randn(5, 3, p, seed=3)
+    table = Lookup(index, values, q)
+    torch.testing.assert_close(spread.of_lookups(index, values), spread.of_rows(table.rows()), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gradient_that_is_no_longer_than_a_sketch_loses_nothing(name: str) -> None:
     model, x, y = build(name, 6)
@@ -92,7 +128,7 @@ def test_a_gradient_that_is_no_longer_than_a_sketch_loses_nothing(name: str) -> 
     short = rows_of(model, x, y, source="sketch", length=8192)
     torch.testing.assert_close(short @ short.T, rows @ rows.T)
     sketch = Sketch(shapes_of(model), matrices_of(model), 8192, 0)
-    assert (sketch.watched, sketch.paired) == (0, {})
+    assert (sketch.watched, sketch.paired, sketch.spread) == (0, {}, {})
 
 
 def test_parts_of_a_batch_are_sketched_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,15 +280,18 @@ def test_a_state_moves_to_a_model_attached_within_an_epoch() -> None:
 
 
 def test_the_plan() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 40, 3), nn.Flatten(), nn.Linear(160, 50), nn.Linear(50, 2).requires_grad_(False))
+    layers = nn.Conv2d(3, 120, 3), nn.Flatten(), nn.Linear(480, 50), nn.Linear(50, 8), nn.Linear(8, 2)
+    net = nn.Sequential(*layers)
+    net[4].requires_grad_(False)
     ordering = Ordering(4, batch_size=2, unit_size=1)
-    header, conv, linear, *notes = ordering.explain(net, torch.zeros(2, 3, 4, 4), length=64).splitlines()
+    header, conv, linear, last, *notes = ordering.explain(net, torch.zeros(2, 3, 4, 4), length=64).splitlines()
     assert header.split() == ["layer", "type", "parameters", "positions", "extra", "sketch"]
-    # Four positions with features of five transforms each, and a bias of 40 that is formed and folded.
+    # Four positions with features of five transforms each, and a bias of 120 that is formed and folded.
     transform = TRANSFORM * 64
-    assert conv.split()[:4] == ["0", "Conv2d", "1,120", "4"]
-    assert conv.split()[4:] == [f"{(4 * 5 * transform + 200) / (3 * 4 * 1120):.2f}x", "paired", "and", "folded"]
-    assert linear.split()[:5] == ["2", "Linear", "8,050", "1", f"{(2 * transform + 100) / (3 * 8050):.2f}x"]
+    assert conv.split()[:4] == ["0", "Conv2d", "3,360", "4"]
+    assert conv.split()[4:] == [f"{(4 * 5 * transform + 240) / (3 * 4 * 3360):.2f}x", "paired", "and", "folded"]
+    assert linear.split()[:5] == ["2", "Linear", "24,050", "1", f"{(2 * transform + 100) / (3 * 24050):.2f}x"]
+    assert last.split()[4:] == [f"{(400 + 16) / (3 * 408):.2f}x", "spread", "and", "folded"]
     assert "becomes a sketch of 64 numbers" in notes[0]
     assert "nothing is lost" in ordering.explain(nn.Linear(3, 3))
     assert "runs once more" in ordering.explain(nn.LSTM(4, 5, batch_first=True), torch.zeros(2, 3, 4))
@@ -290,9 +329,7 @@ def test_examples_of_a_short_batch_weigh_as_much_as_others(name: str, source: st
 
 def test_a_model_may_change_its_type() -> None:
     model, _, _ = build("tied", 6)
-    sketch = Sketch(shapes_of(model), matrices_of(model), 16, 0)
-    table = sketch.paired["tokens.weight"].outputs if sketch.paired else None
-    assert table is not None
+    table = Paired(shapes_of(model)["tokens.weight"], 16, np.random.default_rng(0)).outputs
     for dtype in (torch.float64, torch.float32):
         units = table.of_units(torch.arange(11), torch.zeros(1, dtype=dtype))
         assert units.dtype == dtype.to_complex()
@@ -303,7 +340,7 @@ def test_a_model_may_change_its_type() -> None:
 def test_both_ways_to_the_sketch_of_a_matrix(name: str, rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """From features of all positions, and from gradients that are formed."""
     model, x, y = built(name)
-    monkeypatch.setattr("cdgrab.per_example.sketch.FOLDED_ENTRIES", 1)
+    monkeypatch.setattr("cdgrab.per_example.sketch.SPREAD_ENTRIES", 1)
     expected = rows_of(model, x, y, source="sketch", length=16)
     monkeypatch.setattr(Paired, "prefers_rows", lambda *_: rows)
     torch.testing.assert_close(rows_of(model, x, y, source="sketch", length=16), expected)
@@ -394,7 +431,7 @@ def test_passes_that_differ_without_end_keep_little(monkeypatch: pytest.MonkeyPa
             if number >> i & 1:
                 sketch.add_rows(name, randn(3, 10))
         sketch.finish()
-    assert sum(map(len, sketch._folding._padded.values())) <= 200 + 6 * 32
+    assert sum(map(len, sketch.folding._padded.values())) <= 200 + 6 * 32
 
 
 def test_the_plan_draws_nothing() -> None:
