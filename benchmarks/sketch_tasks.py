@@ -113,7 +113,7 @@ def network(seed: int, *widths: int, careful: bool = False) -> nn.Sequential:
 
 def shipped(task: str) -> Any:
     """The module of one of the experiments, in this version or in an older one."""
-    older = importlib.util.find_spec("cdgrab.paper") is not None
+    older = importlib.util.find_spec("cdgrab.ghost") is not None
     return importlib.import_module(f"{'cdgrab.paper' if older else 'cdgrab_experiments'}.tasks.{task}")
 
 
