@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler
 
-from cdgrab import Ordering, World, per_example_grads
+import cdgrab
+from cdgrab import Ordering, per_example_grads
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ def losses(task: Task, data: Path, seed: int, order: str, attach: dict[str, Any]
         unit_size=1,
         order=order,
         seed=seed,
-        world=World.simulated(task.batch),
         drop_last=True,
+        **lanes(task.batch),
     )
     gaussian = None if attach is None else attach.get("gaussian")
     if gaussian is not None:
@@ -115,6 +116,12 @@ def shipped(task: str) -> Any:
     """The module of one of the experiments, in this version or in an older one."""
     older = importlib.util.find_spec("cdgrab.ghost") is not None
     return importlib.import_module(f"{'cdgrab.paper' if older else 'cdgrab_experiments'}.tasks.{task}")
+
+
+def lanes(count: int) -> dict[str, Any]:
+    """The option of `Ordering` that makes so many lanes, in this version or in an older one."""
+    older: Any = getattr(cdgrab.World, "local_workers", None)
+    return {"lanes": count} if older is None else {"world": cdgrab.World.simulated(count)}
 
 
 def digits(data: Path) -> tuple[Tensor, Tensor]:  # noqa: ARG001

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.sketch_tasks import TASKS, Task
-from cdgrab import Ordering, World, balance_vectors, herding_bound
+from cdgrab import Ordering, balance_vectors, herding_bound
 from cdgrab.per_example.plan import matrices_of
 from cdgrab.per_example.sketch import Sketch
 
@@ -43,7 +43,7 @@ def gradients(task: Task, data: Path) -> tuple[Tensor, dict[str, torch.Size], se
             task.loss(model, x[index], y[index]).backward()
             optimizer.step()
     rows: list[Tensor] = []
-    ordering = Ordering(len(x), batch_size=task.batch, unit_size=1, order="rr", world=World.simulated(task.batch))
+    ordering = Ordering(len(x), batch_size=task.batch, unit_size=1, order="rr", lanes=task.batch)
     ordering.attach(model, source="per_example")
     attachment = ordering._attachment
     assert attachment is not None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from cdgrab import Ordering, World
+from cdgrab import Ordering
 from cdgrab.accel import numba_balancing as compiled
 from cdgrab.balancing.rules import Greedy
 from cdgrab.balancing.sorter import SignSorter
@@ -53,7 +53,8 @@ def blocked(sorter: SignSorter, rows_UWD: Tensor, *, fast: bool) -> npt.NDArray[
         sorter.close()
     finally:
         compiled.available = switch
-    return sorter.decisions.joined()[1][::2]  # the first unit of a pair carries the pair's sign
+    signs: npt.NDArray[np.int8] = sorter.decisions.joined().reshape(-1)
+    return signs
 
 
 def observed(ordering: Ordering, rows_UWD: Tensor) -> None:
@@ -99,8 +100,7 @@ def measure(num_workers: int, dim: int, rounds: int) -> list[str]:
     num_turns = max(8, min(2048, (1 << 23) // (num_workers * dim) // 2 * 2))
     rows_UWD = torch.randn(num_turns, num_workers, dim, generator=torch.Generator().manual_seed(0))
     num_pairs = num_turns // 2 * num_workers
-    world = World.simulated(num_workers)
-    ordering = Ordering(num_turns * num_workers, batch_size=num_workers, unit_size=1, world=world)
+    ordering = Ordering(num_turns * num_workers, batch_size=num_workers, unit_size=1, lanes=num_workers)
     plain, fast = new_sorter(num_workers), new_sorter(num_workers)
     contenders: dict[str, Callable[[], object]] = {
         "loop": lambda: loop(rows_UWD),
@@ -141,7 +141,7 @@ def measure(num_workers: int, dim: int, rounds: int) -> list[str]:
 def memory_growth(epochs: int = 100) -> str:
     """Resident memory after one epoch and after a hundred."""
     rows = torch.randn(32, 5_569, generator=torch.Generator().manual_seed(0))
-    ordering = Ordering(32 * 16, batch_size=32, unit_size=1, world=World.simulated(32))
+    ordering = Ordering(32 * 16, batch_size=32, unit_size=1, lanes=32)
 
     def train(count: int) -> float:
         for _ in range(count * 16):

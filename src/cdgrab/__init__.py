@@ -2,7 +2,7 @@
 
 from cdgrab.balancing.rules import RULES, Greedy, Halving, Walk
 from cdgrab.data import Indexed
-from cdgrab.functional import balance_vectors
+from cdgrab.functional import balance_rounds, balance_vectors
 from cdgrab.ordering import Ordering
 from cdgrab.orders import ORDERS
 from cdgrab.orders.herding import herding_bound
@@ -24,6 +24,7 @@ __all__ = [
     "Walk",
     "World",
     "__version__",
+    "balance_rounds",
     "balance_vectors",
     "flat_grad",
     "herding_bound",

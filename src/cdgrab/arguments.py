@@ -43,26 +43,29 @@ def whole_number(name: str, value: Any, *, least: int) -> int:
     return number
 
 
-def split_batch(batch_size: int, world: World) -> int:
-    """Examples of one worker in a full batch."""
-    if not world.one_process:
-        return batch_size
-    if batch_size % world.size:
-        raise ValueError(
-            f"batch_size is {batch_size}, which {world.size} simulated workers cannot share evenly; use a "
-            f"multiple of {world.size}"
-        )
-    return batch_size // world.size
-
-
-def checked_unit_size(unit_size: int | None, default: int | None, worker_batch: int) -> int:
-    """Examples per unit: what was asked for, or `default`, or a worker's whole batch."""
+def checked_unit_size(unit_size: int | None, default: int | None, batch_size: int) -> int:
+    """Examples per unit: what was asked for, or `default`, or the whole batch of a process."""
     if unit_size is None:
-        return default or worker_batch
+        return default or batch_size
     unit_size = whole_number("unit_size", unit_size, least=1)
-    if worker_batch % unit_size and unit_size % worker_batch:
+    if batch_size % unit_size and unit_size % batch_size:
         raise ValueError(
-            f"unit_size is {unit_size}, but a worker's batch is {worker_batch} examples; units and batches must not "
-            f"straddle each other, so choose a divisor of {worker_batch}, or a multiple if batches are accumulated"
+            f"unit_size is {unit_size}, but a batch has {batch_size} examples; units and batches must not straddle "
+            f"each other, so choose a divisor of {batch_size}, or a multiple if batches are accumulated"
         )
     return unit_size
+
+
+def checked_lanes(lanes: int | None, world: World, units_per_batch: int) -> int:
+    """Lanes of all processes: what was asked for, or one for every unit of the global batch."""
+    if lanes is None:
+        return world.size * units_per_batch
+    lanes = whole_number("lanes", lanes, least=1)
+    if lanes % world.size or units_per_batch % (lanes // world.size):
+        fitting = [str(world.size * n) for n in range(1, units_per_batch + 1) if units_per_batch % n == 0]
+        raise ValueError(
+            f"lanes is {lanes}, but the {world.size * units_per_batch} units of the global batch must be shared evenly "
+            f"by all lanes, and lanes by {world.size} processes; choose one of {', '.join(fitting)}, or another "
+            "unit_size (1: a unit is an example)"
+        )
+    return lanes

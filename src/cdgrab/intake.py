@@ -1,27 +1,24 @@
-"""Rows on their way to the sorter: checked, of one type, on one device, joined by those of other workers.
+"""Rows on their way to the sorter: checked, of one type, on one device, joined by those of other ranks.
 
 Which units they belong to, and when an epoch ends, is decided in `ordering.py`.
 
-Shapes: `N` rows of `D` numbers; `m` turns of `L` local workers, from `S` steps of `t` turns each; `W` workers whose
-rows are sorted together.
+Shapes: `n` rows of `D` numbers; `m` visits of `J` lanes of this process, of `L` lanes in all.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from cdgrab.balancing.sorter import RowSorter, SignSorter, make_sorter
-from cdgrab.exchange import BoolArray, Exchange, Local, Sharded, ShardedPairs, name_of
-from cdgrab.lanes import Units, generator
+from cdgrab.balancing.sorter import Sorter, make_sorter
+from cdgrab.exchange import Exchange, Local, Sharded, ShardedPairs, name_of
+from cdgrab.lanes import Lanes, generator
 from cdgrab.orders import Free
+from cdgrab.progress import Step
 from cdgrab.settings import Settings
-
-AnySorter = RowSorter | ShardedPairs
 
 
 class Sketched(NamedTuple):
@@ -36,7 +33,7 @@ class Intake:
 
     Args:
         settings: Of the ordering.
-        exchange: Brings rows of other workers.
+        exchange: Brings the rows of other ranks.
         sketched: What rows are like if they are sketches.
 
     Attributes:
@@ -59,9 +56,9 @@ class Intake:
         name = name_of(self._exchange)
         return f"{rows} of one process" if name is None else f"{rows} (exchange {name!r})"
 
-    def start_epoch(self, epoch: int, units: Units) -> None:
+    def start_epoch(self, epoch: int, lanes: Lanes) -> None:
         if self.sorter is not None:
-            self.sorter.start_epoch(epoch, units.visits(self._settings.sorted_workers))
+            self.sorter.start_epoch(epoch, lanes.visited_L[self._settings.sorted_lanes])
 
     def go_on_from(self, before: Intake) -> None:
         """Take over what does not depend on the form of rows: the draws of rules."""
@@ -91,19 +88,28 @@ class Intake:
         dtype = self._dtype or (torch.float64 if rows.dtype == torch.float64 else torch.float32)
         return rows.to(self._device or rows.device, dtype)
 
-    def take(self, rows_ND: Tensor, steps: int, counts_Lm: BoolArray | None) -> None:
-        """Take the checked rows of so many steps; `counts_Lm` says which of them are units, if not all are."""
-        self._settle_on(rows_ND.device)
-        self._dim, self._dtype = rows_ND.shape[1], rows_ND.dtype
+    def take(self, rows_nD: Tensor, step: Step, lanes: Lanes) -> Step:
+        """Take the checked rows of a step, and return it with as many visits as on the other ranks."""
+        settings = self._settings
+        self._settle_on(rows_nD.device)
+        self._dim, self._dtype = rows_nD.shape[1], rows_nD.dtype
         if self.sorter is None:
-            return
-        world = self._settings.world
-        # Worker by worker within a step, turn by turn over all of them.
-        rows_SLtD = rows_ND.view(steps, len(world.local_workers), -1, rows_ND.shape[1])
-        rows_mLD = rows_SLtD.transpose(1, 2)
-        if counts_Lm is not None or not isinstance(self.sorter, SignSorter) or not world.one_process:
-            rows_mLD = rows_mLD.flatten(0, 1)
-        self._sort(self.sorter, rows_mLD, None if counts_Lm is None else counts_Lm.T)
+            return step
+        if settings.coordinated and settings.world.size > 1 and isinstance(self._exchange, Local):
+            raise ValueError(
+                f"order {settings.order!r} coordinates {settings.world.size} ranks, but torch.distributed is not "
+                "initialised; call init_process_group() before making the ordering, or leave world= out"
+            )
+        counts_mL = step.counts_mJ
+        if counts_mL is None:
+            counts_mL = lanes.counts(step.start, step.visits, settings.sorted_lanes)
+        elif settings.coordinated:
+            counts_mL = self._exchange.counts(counts_mL)
+            step = step.lengthened(len(counts_mL))
+        rows_mLD = self._exchange.collect(step.by_visit(rows_nD, len(settings.local_lanes)))
+        if rows_mLD is not None and len(rows_mLD):  # named rows may all be rest
+            self.sorter.add(rows_mLD, counts_mL)
+        return step
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -113,7 +119,7 @@ class Intake:
             "sorter": {} if self.sorter is None else self.sorter.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any], epoch: int, units: Units) -> None:
+    def load_state_dict(self, state: dict[str, Any], epoch: int, lanes: Lanes) -> None:
         """To be called before any row has come. One form takes over from another only between epochs."""
         if state["form"] == self.form:
             self._dim = state["dim"]
@@ -121,14 +127,14 @@ class Intake:
         if self.sorter is not None and state["form"] == self.form:
             self.sorter.load_state_dict(state["sorter"])
         else:
-            self.start_epoch(epoch, units)
+            self.start_epoch(epoch, lanes)
 
-    def _new_sorter(self) -> AnySorter | None:
+    def _new_sorter(self) -> Sorter | None:
         settings = self._settings
         if isinstance(settings.spec, Free):
             return None
-        # Ranks that balance alone sort one worker each; their draws must differ all the same.
-        rngs = [generator(settings.seed, worker, "rule") for worker in settings.sorted_workers]
+        # Lanes that balance alone draw each for itself, wherever they are.
+        rngs = [generator(settings.seed, lane, "rule") for lane in settings.sorted_lanes]
         if isinstance(self._exchange, Sharded):
             return ShardedPairs(len(rngs), self._exchange, settings.make_rule(rngs[0]))
         watched = 0 if self.sketched is None else self.sketched.watched
@@ -143,25 +149,3 @@ class Intake:
                 assert sorter is not None
                 sorter.load_state_dict(tree_map_only(Tensor, lambda part: part.to(device), self.sorter.state_dict()))
                 self.sorter = sorter
-
-    def _sort(self, sorter: AnySorter, rows_mLD: Tensor, counts_mL: BoolArray | None) -> None:
-        settings, world = self._settings, self._settings.world
-        if settings.coordinated and world.size > 1 and isinstance(self._exchange, Local) and not world.one_process:
-            raise ValueError(
-                f"order {settings.order!r} coordinates {world.size} ranks, but torch.distributed is not "
-                "initialised; call init_process_group() before making the ordering, or use World.simulated()"
-            )
-        rows_mWD, counts_mW = self._exchange.collect(rows_mLD, counts_mL)
-        if rows_mWD is None:
-            return
-        if isinstance(sorter, ShardedPairs):
-            assert counts_mW is not None
-            for slices_Wc, counts_W in zip(rows_mWD, counts_mW, strict=True):
-                sorter.add_turn(slices_Wc, counts_W)
-            return
-        # Padding comes last: whole turns first, all at once, then row by row.
-        whole = len(rows_mWD) if counts_mW is None else int(counts_mW.all(1).cumprod().sum())
-        if whole:
-            sorter.add(rows_mWD[:whole])
-        for turn, worker in [] if counts_mW is None else np.argwhere(counts_mW[whole:]):
-            sorter.add_one(rows_mWD[whole + turn, worker], worker)

@@ -1,16 +1,25 @@
-"""Which examples belong to which worker, and which of them form a unit.
+"""Lanes: which examples are dealt where, and which of them form a unit.
 
-A *unit* is what an order permutes: one example, or a fixed group of `unit_size` examples whose gradient is
-observed as one row. Examples are dealt as `torch.utils.data.DistributedSampler` deals them: example `i` of a
-seeded permutation goes to worker `i mod size`. They stay with that worker for good.
+A *unit* is what an order permutes: one example, or `unit_size` examples whose gradient is observed as one row. A *lane*
+is a sequence of units that is reordered on its own, in step with the other lanes. A *visit* is one unit of every lane.
+Examples are dealt as `torch.utils.data.DistributedSampler` deals them: rank `k` of `W` gets every `W`-th example of a
+seeded permutation, from the `k`-th on. Its units, in dealt order, go to its lanes in turn:
 
-A worker visits `num_samples` examples per epoch, the same number on every worker, in *slots* of `unit_size`:
+    unit          0  1  2  3  4  5  6  7  ...
+    local lane    0  1  2  3  0  1  2  3  ...        with 4 lanes on this rank, a visit is a line of 4
+
+Local lane `j` of rank `k` is lane `k + W j` of all. So, where units are single examples, lane `l` of `L` holds every
+`L`-th example of the permutation, whatever the number of ranks is.
+
+A process visits `num_samples` examples in an epoch, as many as every other one:
 
     ordered units ............ | rest: examples that fill no unit, then padding
 
-Only the ordered units move. The rest comes last in every epoch, so that unit and batch boundaries stay aligned;
-its rows are accepted and ignored. Padding repeats examples so that all workers take equally many steps (as
+Only the units move. The rest comes last in every epoch, so that unit and batch boundaries stay where they are; its rows
+are accepted and ignored. Padding repeats examples so that all processes take equally many steps (as
 `DistributedSampler` does); it is never part of an order.
+
+Shapes: `N` units of this process, `J` lanes of it, `L` lanes in all, `m` visits, `u` examples in a unit.
 """
 
 from __future__ import annotations
@@ -25,99 +34,132 @@ import torch
 
 from cdgrab.world import World
 
-IntArray = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.signedinteger]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Units:
-    """The examples of this process's workers, dealt and grouped.
+class Lanes:
+    """The units of this process's lanes.
 
     Attributes:
-        shards: Dataset indices of every local worker, in dealt order; unit `j` of a worker is
-            `shard[j * unit_size : (j + 1) * unit_size]`.
-        num_samples: Examples every worker visits in an epoch, padding included.
+        num_lanes: Of all processes.
+        num_samples: Examples every process visits in an epoch, padding included.
         dealt_in: The epoch whose permutation was dealt.
         dealt: That permutation of all examples.
     """
 
     num_examples: int
     world: World
+    num_lanes: int
     unit_size: int
     num_samples: int
     seed: int
     dealt_in: int
     dealt: IntArray
-    shards: tuple[IntArray, ...]
+
+    @functools.cached_property
+    def num_local(self) -> int:
+        """Lanes of this process."""
+        return self.num_lanes // self.world.size
 
     @property
-    def num_slots(self) -> int:
-        """Rows a worker delivers in an epoch: its visited units, and what is left over."""
+    def local(self) -> range:
+        """The lanes of this process, as they are numbered among all of them."""
+        return range(self.world.rank, self.num_lanes, self.world.size)
+
+    @functools.cached_property
+    def units_Nu(self) -> IntArray:
+        """Dataset indices of every unit of this process."""
+        shard = self.dealt[self.world.rank :: self.world.size]
+        units_Nu: IntArray = shard[: len(shard) - len(shard) % self.unit_size].reshape(-1, self.unit_size)
+        return units_Nu
+
+    @property
+    def num_units(self) -> int:
+        """How many units this process has."""
+        return len(self.units_Nu)
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """Rows this process observes in an epoch: of its visited units, and of what is left over."""
         return -(-self.num_samples // self.unit_size)
 
-    def num_units(self, worker: int) -> int:
-        """How many units the order of `worker` permutes."""
-        return _shard_length(self.num_examples, self.world.size, worker) // self.unit_size
+    @functools.cached_property
+    def num_visits(self) -> int:
+        """In an epoch; in the last of them some lanes may have no unit."""
+        return -(-self.num_rows // self.num_local)
 
-    def num_visited(self, worker: int) -> int:
-        """How many of them an epoch visits whole: fewer than `num_units` only where `drop_last` cuts the epoch."""
-        return min(self.num_units(worker), self.num_samples // self.unit_size)
+    @functools.cached_property
+    def num_visited(self) -> int:
+        """Units that an epoch visits whole: fewer than there are only where `drop_last` cuts the epoch."""
+        return self._visited_by(self.world.rank)
 
-    def visits(self, workers: range) -> IntArray:
-        """`num_visited` of each of the workers."""
-        return np.array([self.num_visited(worker) for worker in workers])
+    @functools.cached_property
+    def visited_L(self) -> IntArray:
+        """How many units of each lane an epoch visits."""
+        rank_L, local_L = np.arange(self.num_lanes) % self.world.size, np.arange(self.num_lanes) // self.world.size
+        visited_R = np.array([self._visited_by(rank) for rank in range(self.world.size)])
+        visited_L: IntArray = -((local_L - visited_R[rank_L]) // self.num_local)
+        return visited_L
 
-    def padding(self, epoch: int) -> list[IntArray]:
-        """Examples each local worker repeats at the end of `epoch`: the first dealt, in later epochs random ones."""
+    @functools.cached_property
+    def _whole_visits(self) -> int:
+        return int(self.visited_L.min())
+
+    def counts(self, start: int, visits: int, lanes: range) -> BoolArray | None:
+        """Which of some lanes have a unit in each of some visits from `start` on; None: all of them have."""
+        if start + visits <= self._whole_visits:
+            return None
+        return np.arange(start, start + visits)[:, None] < self.visited_L[lanes]
+
+    def lane_of(self, units: IntArray) -> IntArray:
+        """The local lanes of units of this process."""
+        return units % self.num_local
+
+    def padding(self, epoch: int) -> IntArray:
+        """Examples this process repeats at the end of `epoch`: the first dealt, in later epochs random ones."""
         size = self.world.size
         length = max(0, self.num_samples * size - self.num_examples)
         if epoch == self.dealt_in:
             repeated = self.dealt[np.arange(length) % self.num_examples]
         else:
             repeated = generator(self.seed, epoch, "padding").integers(self.num_examples, size=length)
-        # Position `num_examples + i` of the padded list falls to worker `(num_examples + i) mod size`.
-        worker_of = (self.num_examples + np.arange(length)) % size
-        return [repeated[worker_of == worker] for worker in self.world.local_workers]
+        # Position `num_examples + i` of the padded list falls to rank `(num_examples + i) mod size`.
+        mine: IntArray = repeated[(self.num_examples + np.arange(length)) % size == self.world.rank]
+        return mine
 
-    def group(self, local: int) -> IntArray:
-        """The units of local worker number `local` as `units x unit_size` dataset indices."""
-        shard = self.shards[local]
-        return shard[: len(shard) - len(shard) % self.unit_size].reshape(-1, self.unit_size)
-
-    def unit_of(self, local: int, examples: IntArray) -> IntArray:
-        """The unit of local worker number `local` that each of the examples belongs to, or -1."""
-        owner_N, unit_N = self._maps
-        return np.where(owner_N[examples] == local, unit_N[examples], -1)
+    def examples(self, order_N: IntArray, padding: IntArray) -> IntArray:
+        """Dataset indices in the order in which an epoch visits them."""
+        rest = self.dealt[self.world.rank :: self.world.size][self.units_Nu.size :]
+        return np.concatenate([self.units_Nu[order_N].reshape(-1), rest, padding])[: self.num_samples]
 
     @functools.cached_property
-    def _maps(self) -> tuple[npt.NDArray[np.int32], IntArray]:
-        """For every dataset index the local worker and the unit it belongs to, or -1."""
-        owner_N, unit_N = np.full(self.num_examples, -1, dtype=np.int32), np.full(self.num_examples, -1)
-        for local in range(len(self.shards)):
-            grouped = self.group(local)
-            owner_N[grouped] = local
-            unit_N[grouped] = np.arange(len(grouped))[:, None]
-        return owner_N, unit_N
+    def unit_of(self) -> IntArray:
+        """For every dataset index the unit of this process it belongs to, or -1."""
+        found = np.full(self.num_examples, -1, dtype=narrowest(self.num_units))
+        found[self.units_Nu] = np.arange(self.num_units)[:, None]
+        return found
 
-    def examples(self, local: int, order: IntArray, padding: IntArray) -> IntArray:
-        """Dataset indices local worker number `local` visits when its units come in `order`, cut to `num_samples`."""
-        grouped = self.group(local)
-        rest = self.shards[local][grouped.size :]
-        return np.concatenate([grouped[order].reshape(-1), rest, padding])[: self.num_samples]
+    def _visited_by(self, rank: int) -> int:
+        dealt = (self.num_examples - rank + self.world.size - 1) // self.world.size
+        return min(dealt, self.num_samples) // self.unit_size
 
 
 def deal(
     num_examples: int,
     world: World,
     *,
+    lanes: int | None = None,
     unit_size: int = 1,
     seed: int = 0,
     epoch: int = 0,
     whole_batches: int | None = None,
     shuffle: bool = True,
-) -> Units:
-    """Deal `num_examples` examples among the workers, index for index as `DistributedSampler` does in `epoch`.
+) -> Lanes:
+    """Deal `num_examples` examples, index for index as `DistributedSampler` does in `epoch`.
 
-    With `whole_batches` every worker visits the largest multiple of that number for which no padding is needed.
+    With `whole_batches` every process visits the largest multiple of that number for which no padding is needed.
     """
     if shuffle:
         # On the CPU whatever the default device, as DistributedSampler's own generator is.
@@ -130,18 +172,19 @@ def deal(
         num_samples = num_examples // world.size // whole_batches * whole_batches
         if num_samples == 0:
             raise ValueError(
-                f"{num_examples} examples do not fill one batch of {whole_batches} on each of {world.size} workers, so "
-                "drop_last=True leaves none; use drop_last=False, a smaller batch or fewer workers"
+                f"{num_examples} examples do not fill one batch of {whole_batches} on each of {world.size} processes, "
+                "so drop_last=True leaves none; use drop_last=False, a smaller batch or fewer processes"
             )
-    shards = tuple(dealt[worker :: world.size] for worker in world.local_workers)
-    return Units(num_examples, world, unit_size, num_samples, seed, epoch, dealt, shards)
+    dealt = dealt.astype(narrowest(num_examples), copy=False)
+    return Lanes(num_examples, world, lanes or world.size, unit_size, num_samples, seed, epoch, dealt)
+
+
+def narrowest(count: int) -> np.dtype[np.signedinteger]:
+    """The narrowest type for the numbers below `count`, and -1."""
+    return np.min_scalar_type(-max(1, count))
 
 
 def generator(seed: int, *stream: int | str) -> np.random.Generator:
     """A random generator for one purpose: the same for the same `seed` and `stream`, independent of all others."""
     words = [int.from_bytes(part.encode(), "little") if isinstance(part, str) else part for part in stream]
     return np.random.default_rng([seed, *words])
-
-
-def _shard_length(num_examples: int, size: int, worker: int) -> int:
-    return (num_examples - worker + size - 1) // size

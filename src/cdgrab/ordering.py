@@ -14,18 +14,20 @@ from torch.utils.data import Dataset
 from cdgrab import state as checkpoint
 from cdgrab.arguments import whole_number
 from cdgrab.balancing.rules import RuleMaker
+from cdgrab.balancing.sorter import Sorter
 from cdgrab.balancing.tally import Tally
 from cdgrab.exchange import ExchangeMaker
 from cdgrab.exchange.agreement import check_digest
-from cdgrab.intake import AnySorter, Intake, Sketched
-from cdgrab.lanes import IntArray
+from cdgrab.intake import Intake, Sketched
+from cdgrab.lanes import IntArray, narrowest
 from cdgrab.metrics import Meter
 from cdgrab.orders import Free
+from cdgrab.orders.fill import from_lanes
 from cdgrab.per_example.sketch import DEFAULT_LENGTH
 from cdgrab.progress import Progress
 from cdgrab.sampler import OrderedSampler
 from cdgrab.settings import Settings
-from cdgrab.sources import Attachment, Turn
+from cdgrab.sources import Attachment, CountedStep
 from cdgrab.world import Group, World
 
 log = logging.getLogger("cdgrab")
@@ -36,18 +38,21 @@ class Ordering:
 
     Args:
         dataset: A map-style dataset, or its length.
-        batch_size: The batch size of the loader. In a simulated world that is the batch of all workers together.
-        unit_size: Examples per unit. By default a worker's whole batch is one unit, which is what a plain
-            `backward()` gives a gradient of; 1 orders single examples and needs one row per example. Orders without
-            gradients shuffle single examples by default.
+        batch_size: The batch size of the loader, on each rank.
+        unit_size: Examples per unit. By default a whole batch is one unit, which is what a plain `backward()` gives a
+            gradient of; 1 orders single examples and needs one row per example. Orders without gradients shuffle
+            single examples by default.
+        lanes: How many sequences of units are reordered, each on its own and in step with the others: the paper's
+            workers. By default one for every unit of the global batch (all ranks' batches together). Rank `k` of `W`
+            has the lanes `l` with `l mod W == k`.
         order: `"cd-grab"` or another name in `cdgrab.ORDERS`.
         rule: `"greedy"`, `"walk"`, `"halving"`, or a function that makes a rule from a random generator.
-        world: Who takes part; by default what `torch.distributed` says.
+        world: Rank and number of processes; by default what `torch.distributed` says.
         seed: Seed of the first order and of everything random.
-        drop_last: Leave out of every epoch what does not fill a batch on every worker. Units that were left out come
-            in the middle of the next epoch; examples that fill no unit (fewer than `unit_size` on each worker, none
-            if it is 1) are never visited. Without it the last batch is short, and workers with one example less
-            repeat one, as with `DistributedSampler`.
+        drop_last: Leave out of every epoch what does not fill a batch on every rank. Units that were left out come
+            in the middle of the next epoch; examples that fill no unit (fewer than `unit_size` on each rank, none if
+            it is 1) are never visited. Without it the last batch is short, and ranks with one example less repeat
+            one, as with `DistributedSampler`.
         group: The ranks among which data are dealt: a process group or a dimension of a device mesh; by default all.
         exchange: How ranks bring their rows together: `"sharded"` (default for `cd-grab`; the price of an all-reduce),
             `"gather"` (default for the other coordinated orders), `"server"`, `"sketch"`, or a function that makes
@@ -69,6 +74,7 @@ class Ordering:
         *,
         batch_size: int,
         unit_size: int | None = None,
+        lanes: int | None = None,
         order: str = "cd-grab",
         rule: str | RuleMaker = "greedy",
         world: World | None = None,
@@ -82,6 +88,7 @@ class Ordering:
             dataset,
             batch_size=batch_size,
             unit_size=unit_size,
+            lanes=lanes,
             order=order,
             rule=rule,
             world=world,
@@ -98,15 +105,15 @@ class Ordering:
         self._epoch = 0
         self._attachment: Attachment | None = None
         self._meter = Meter()
-        self._units = settings.deal(0)
-        self._config = settings.config(self._units)
-        self._orders = [np.arange(self._units.num_units(worker)) for worker in self.world.local_workers]
-        self._progress = Progress(self._units, 0, self._orders)
+        self._lanes = settings.deal(0)
+        self._config = settings.config(self._lanes)
+        self._order_N: IntArray = np.arange(self._lanes.num_units, dtype=narrowest(self._lanes.num_units))
+        self._progress = Progress(self._lanes, 0, self._order_N)
         settings.check_ranks(self._config, exchange)
         self._exchange, self._group = settings.make_exchange(exchange)
         self._by_default = exchange is None
         self._intake = Intake(settings, self._exchange)
-        self._intake.start_epoch(0, self._units)
+        self._intake.start_epoch(0, self._lanes)
         self.sampler = OrderedSampler(self, range(settings.num_examples))
 
     # What is visited
@@ -118,33 +125,39 @@ class Ordering:
         return self._epoch
 
     @property
+    def lanes(self) -> int:
+        """The number of lanes, of all processes together."""
+        return self._settings.lanes
+
+    @property
     def orders(self) -> tuple[Tensor, ...]:
-        """For each worker of this process, the dataset indices of its units in this epoch's order."""
+        """For each lane of this process, the dataset indices of its units in this epoch's order."""
         self._settle()
-        return tuple(
-            torch.from_numpy(self._units.group(local)[order].reshape(-1)) for local, order in enumerate(self._orders)
-        )
+        visited_Nu = self._lanes.units_Nu[self._order_N]
+        num_lanes = self._lanes.num_local
+        return tuple(_as_indices(visited_Nu[lane::num_lanes]) for lane in range(num_lanes))
 
     @property
     def order(self) -> Tensor:
-        """Dataset indices of this process's units in this epoch's order; simulated workers one after the other."""
-        return torch.cat(self.orders)
+        """Dataset indices of this process's units in this epoch's order."""
+        self._settle()
+        return _as_indices(self._lanes.units_Nu[self._order_N])
 
     @property
     def examples_per_epoch(self) -> int:
         """Examples this process visits in an epoch, padding included."""
-        return self._units.num_samples * len(self.world.local_workers)
+        return self._lanes.num_samples
 
     @property
     def examples_left(self) -> int:
         """Examples of this epoch whose rows have not been observed."""
         self._settle()
-        return self._progress.samples_left * len(self.world.local_workers)
+        return self._progress.samples_left
 
     def remaining(self) -> IntArray:
         """Dataset indices this process has yet to visit in this epoch, in the order a loader should deliver them."""
         self._settle()
-        return self._progress.stream(self._settings.worker_batch)
+        return self._progress.remaining().astype(np.int64)
 
     # What is observed
 
@@ -153,10 +166,9 @@ class Ordering:
 
         Args:
             rows: One row per unit, `units x dim`, or a single row. Any device, any floating type; nothing is kept by
-                reference. In a simulated world a call takes a whole step: all rows of worker 0, then of worker 1,
-                and so on, as the loader delivers them. Several whole steps may come at once, `steps x units x dim`:
-                signs are not due before the epoch ends, and short rows are balanced faster together. The scale of
-                rows does not matter as long as it is the same for all of them.
+                reference. A call takes the rows of a whole batch, as the loader delivers it. Several whole batches may
+                come at once, `steps x units x dim`: signs are not due before the epoch ends, and short rows are
+                balanced faster together. The scale of rows does not matter as long as it is the same for all of them.
             units: The dataset indices behind the rows, `unit_size` for each, if batches may arrive out of order.
                 Without them the rows are those of the next units of the order. Name them always or never.
         """
@@ -175,16 +187,15 @@ class Ordering:
         rows_ND = self._intake.checked(rows)
         steps = len(rows) if rows.ndim == 3 else 1
         if units is None:
-            turns = steps * self._settings.turns_per_batch
-            step = self._progress.next_step(len(rows_ND) if self._sorter is not None else None, turns)
+            units_due = steps * self._settings.units_per_batch
+            step = self._progress.next_step(len(rows_ND) if self._sorter is not None else None, units_due)
         elif rows.ndim == 3:
             raise ValueError("rows of several steps are those of the next units; pass them without units=")
         else:
             examples = torch.as_tensor(units).reshape(-1).cpu().numpy()
             step = self._progress.named_step(len(rows_ND), examples)
         # All checks are done; from here on the step is recorded.
-        self._intake.take(rows_ND, steps, step.counts_Lm)
-        self._progress.record(step)
+        self._progress.record(self._intake.take(rows_ND, step, self._lanes))
 
     def attach(
         self,
@@ -243,7 +254,7 @@ class Ordering:
         self._settle()
         if epoch == self._epoch:
             return
-        if self._sorter is not None and self._progress.turns == 0:
+        if self._sorter is not None and self._progress.rows == 0:
             log.warning(
                 "epoch %d of order %r ends with no gradient observed, so its order stays; call ordering.observe() "
                 "after every backward pass",
@@ -277,7 +288,7 @@ class Ordering:
             "payload": checkpoint.pack(
                 {
                     **self._intake.state_dict(),
-                    "orders": [torch.from_numpy(order) for order in self._orders],
+                    "order": torch.from_numpy(self._order_N),
                     "progress": self._progress.state_dict(),
                     "metrics": self._meter.figures,
                     "seconds": self._meter.seconds,
@@ -291,43 +302,45 @@ class Ordering:
         payload = checkpoint.unpack(
             state,
             self._config,
-            [len(order) for order in self._orders],
+            self._lanes,
             form=self._intake.form,
             remembers=self._settings.remembers,
         )
         epoch = state["epoch"]
-        units = self._settings.deal(epoch)
-        orders = [order.numpy() for order in payload["orders"]]
-        progress = Progress(units, epoch, orders)
+        lanes = self._settings.deal(epoch)
+        order_N = payload["order"].numpy()
+        progress = Progress(lanes, epoch, order_N)
         progress.load_state_dict(payload["progress"])
         intake = Intake(self._settings, self._exchange, sketched=self._intake.sketched)
-        intake.load_state_dict(payload, epoch, units)
+        intake.load_state_dict(payload, epoch, lanes)
         # Nothing can fail any more.
-        self._epoch, self._units, self._orders, self._progress, self._intake = epoch, units, orders, progress, intake
+        self._epoch, self._lanes, self._order_N, self._progress, self._intake = epoch, lanes, order_N, progress, intake
         self._meter.figures, self._meter.seconds = payload["metrics"], payload["seconds"]
 
     # For attachments
 
     @property
-    def _sorter(self) -> AnySorter | None:
+    def _sorter(self) -> Sorter | None:
         """Where gradients go; None for orders without them."""
         return self._intake.sorter
 
-    def _attached_sorter(self) -> AnySorter | None:
-        """Where the turn under way goes."""
+    def _attached_sorter(self) -> Sorter | None:
+        """Where the step under way goes."""
         if self._progress.finished:
             self._settle()
         return self._sorter
 
-    def _count_turn(self) -> Turn:
-        """Record a turn of every worker."""
-        counts_W = self._progress.turns < self._units.visits(self._settings.sorted_workers)
-        self._progress.record(self._progress.next_step(None, self._settings.turns_per_batch))
-        return Turn(counts_W, self._progress.finished)
+    def _count_step(self) -> CountedStep:
+        """Record a step with one unit on each rank."""
+        step = self._progress.next_step(None, self._settings.units_per_batch)
+        counts_mL = self._lanes.counts(step.start, step.visits, self._settings.sorted_lanes)
+        self._progress.record(step)
+        counts_L = np.ones(self.lanes, dtype=bool) if counts_mL is None else counts_mL[0]
+        return CountedStep(counts_L, self._progress.finished)
 
     def _observe_attached(self, row_D: Tensor | None) -> None:
         if row_D is None:
-            self._count_turn()
+            self._count_step()
             self._end_epoch_if_due()
         else:
             self._observe(row_D)
@@ -339,9 +352,9 @@ class Ordering:
         """
         if sketched == self._intake.sketched:
             return
-        if self._progress.turns and self._sorter is not None:
+        if self._progress.rows and self._sorter is not None:
             raise ValueError(
-                f"{self._progress.turns} turns of this epoch have been observed already, as {self._intake.form}; go on "
+                f"{self._progress.rows} rows of this epoch have been observed already, as {self._intake.form}; go on "
                 "with these, or begin another epoch with set_epoch()"
             )
         exchange = self._settings.exchange_for(
@@ -350,12 +363,11 @@ class Ordering:
         self._exchange, before = exchange, self._intake
         self._intake = Intake(self._settings, exchange, sketched=sketched)
         self._intake.go_on_from(before)
-        self._intake.start_epoch(self._epoch, self._units)
+        self._intake.start_epoch(self._epoch, self._lanes)
 
     def _examples_due(self) -> int:
         """How many examples the batch under way has, if units are single examples."""
-        turns = min(self._settings.turns_per_batch, self._units.num_slots - self._progress.turns)
-        return turns * len(self.world.local_workers)
+        return self._progress.due(self._settings.units_per_batch)
 
     def _settle(self) -> None:
         """Wait for what an attached model has handed over. No collective is started: ranks may ask at any time."""
@@ -370,36 +382,45 @@ class Ordering:
     def _next_epoch(self, epoch: int) -> None:
         """Close the epoch with what has been observed, and put the next order in force."""
         with self._meter.timed():
-            unvisited = [self._progress.unvisited(local) for local in range(len(self._orders))]
-            tallies = self._arrange(unvisited)
-        if self._progress.turns:
-            self._meter.finish(self._epoch, tallies, sum(map(len, unvisited)), self._exchange.bytes_sent)
+            tallies = self._arrange()
+        if self._progress.rows:
+            self._meter.finish(self._epoch, tallies, self._progress.num_unvisited, self._exchange.bytes_sent)
 
         self._epoch, self._meter.seconds = epoch, 0.0
         spec = self._settings.spec
         if isinstance(spec, Free):
             if spec.redeal:
-                self._units = self._settings.deal(epoch)
-            self._orders = [
-                spec.baseline(self._units.num_units(worker), self.seed, epoch, worker)
-                for worker in self.world.local_workers
-            ]
-        self._intake.start_epoch(epoch, self._units)
+                self._lanes = self._settings.deal(epoch)
+            self._order_N = self._baseline(spec, epoch)
+        self._intake.start_epoch(epoch, self._lanes)
         # Last, because whoever sees an unfinished epoch may go on with it.
-        self._progress = Progress(self._units, epoch, self._orders)
+        self._progress = Progress(self._lanes, epoch, self._order_N)
 
-    def _arrange(self, unvisited: list[IntArray]) -> list[Tally]:
-        """Turn the signs of the epoch into orders, the same on all ranks; returns what balancing has counted."""
+    def _baseline(self, spec: Free, epoch: int) -> IntArray:
+        """The order of an epoch that needs no gradients, lane by lane."""
+        num_lanes, num_units = self._lanes.num_local, self._lanes.num_units
+        planned = []
+        for local, lane in enumerate(self._settings.local_lanes):
+            units = np.arange(local, num_units, num_lanes, dtype=self._order_N.dtype)
+            planned.append(units[spec.baseline(len(units), self.seed, epoch, lane)])
+        return from_lanes(planned)
+
+    def _arrange(self) -> list[Tally]:
+        """Turn the signs of the epoch into an order, the same on all ranks; returns what balancing has counted."""
         sorter, settings = self._sorter, self._settings
         if sorter is None:
             return []
         sorter.close()
         tallies = sorter.tallies()
-        if settings.coordinated and settings.ranks_meet:
-            sorter.decisions.replace(self._exchange.share(sorter.decisions.joined()))
-            check_digest(self._epoch, sorter.decisions.digest(), self._group)
-        self._orders = [
-            sorter.arrange(settings.sorted_workers.index(worker), self._progress.visited(local), unvisited[local])
-            for local, worker in enumerate(self.world.local_workers)
-        ]
+        mine = slice(None)
+        if settings.coordinated:
+            mine = slice(self.world.rank, None, self.world.size)
+            if settings.ranks_meet:
+                sorter.decisions.replace(self._exchange.share(sorter.decisions.joined()))
+                check_digest(self._epoch, sorter.decisions.digest(), self._group)
+        self._order_N = sorter.arrange(self._progress.by_visit(), mine)
         return tallies
+
+
+def _as_indices(units: IntArray) -> Tensor:
+    return torch.from_numpy(units.reshape(-1).astype(np.int64))

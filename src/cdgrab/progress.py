@@ -3,19 +3,20 @@
 Rows come either in the planned order, when a count says it all, or with their examples named, when they may come
 in any order. Both are checked here, before anything is recorded.
 
-Shapes: `L` local workers, `m` turns of each.
+Shapes: `J` lanes of this process, `m` visits of a step, `V` visits so far; `N` units, `n` rows of a step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from cdgrab.lanes import IntArray, Units
+from cdgrab.lanes import BoolArray, IntArray, Lanes
+from cdgrab.orders.fill import by_visit
 
 
 @dataclass(frozen=True)
@@ -23,173 +24,232 @@ class Step:
     """Rows that passed the checks.
 
     Attributes:
-        turns: Rows of each local worker.
-        counts_Lm: Which rows are units to be balanced; the others belong to the rest or are padding. None: all.
-        units: If rows are named, the units of every local worker in the order of its rows.
+        rows: How many there are.
+        start: The first of their visits.
+        visits: How many visits they make.
+        units_mJ: If rows are named, the unit that every lane visits, or -1.
+        place_n: If rows are named, where each belongs among the `m * J` places, or -1 if it is no unit.
     """
 
-    turns: int
-    counts_Lm: npt.NDArray[np.bool_] | None = None
-    units: list[list[int]] | None = None
+    rows: int
+    start: int
+    visits: int
+    units_mJ: IntArray | None = None
+    place_n: IntArray | None = None
+
+    @property
+    def counts_mJ(self) -> BoolArray | None:
+        """If rows are named, which lanes of this process have a unit."""
+        return None if self.units_mJ is None else self.units_mJ >= 0
+
+    def lengthened(self, visits: int) -> Step:
+        """The same named rows, and visits without a unit until there are so many."""
+        assert self.units_mJ is not None
+        missing = ((0, visits - self.visits), (0, 0))
+        return replace(self, visits=visits, units_mJ=np.pad(self.units_mJ, missing, constant_values=-1))
+
+    def by_visit(self, rows_nD: Tensor, num_lanes: int) -> Tensor:
+        """`m x J x D`: the rows, visit by visit. What is there for a lane without a unit means nothing."""
+        places = self.visits * num_lanes
+        if self.place_n is not None:
+            rows_ND = rows_nD.new_zeros(places, rows_nD.shape[1])
+            named = np.flatnonzero(self.place_n >= 0)
+            index = torch.from_numpy(self.place_n[named]).to(rows_nD.device)
+            rows_ND[index] = rows_nD[torch.from_numpy(named).to(rows_nD.device)]
+            rows_nD = rows_ND
+        elif len(rows_nD) < places:
+            rows_nD = torch.nn.functional.pad(rows_nD, (0, 0, 0, places - len(rows_nD)))
+        return rows_nD.view(self.visits, num_lanes, rows_nD.shape[1])
 
 
 class Progress:
-    """The state of one epoch."""
+    """The state of one epoch.
 
-    def __init__(self, units: Units, epoch: int, orders: list[IntArray]) -> None:
-        self._units = units
-        self._orders = orders
-        self._padding = units.padding(epoch)
-        self._locals = list(units.world.local_workers)
-        self._visits_L = units.visits(units.world.local_workers)
-        self._fewest_visits = int(self._visits_L.min())
-        self._turns = 0
+    Args:
+        lanes: What belongs where.
+        epoch: Counted from 0.
+        order_N: The units of this process, visit by visit.
+    """
+
+    def __init__(self, lanes: Lanes, epoch: int, order_N: IntArray) -> None:
+        self._lanes = lanes
+        self._order_N = order_N
+        self._padding = lanes.padding(epoch)
+        self._rows = 0
         self._named = False
-        self._visited: list[list[int]] = [[] for _ in self._locals]  # only when rows are named
-        self._seen = [np.zeros(len(order), dtype=bool) for order in orders]  # likewise
+        self._lines: list[IntArray] = []  # units visited, `m x J` each; only when rows are named
+        self._seen_N = np.zeros(0, dtype=bool)  # likewise
 
     @property
-    def turns(self) -> int:
-        """Rows observed of each worker."""
-        return self._turns
+    def rows(self) -> int:
+        """Rows observed."""
+        return self._rows
+
+    @property
+    def visits(self) -> int:
+        """Visits so far."""
+        return sum(map(len, self._lines)) if self._named else -(-self._rows // self._lanes.num_local)
 
     @property
     def finished(self) -> bool:
         """Whether every row of the epoch has been observed."""
-        return self._turns == self._units.num_slots
+        return self._rows == self._lanes.num_rows
 
     @property
     def samples_left(self) -> int:
-        """Examples each worker has yet to visit."""
-        return (
-            len(self._left(0)) if self._named else max(0, self._units.num_samples - self._turns * self._units.unit_size)
-        )
-
-    def visited(self, local: int) -> IntArray:
-        """Units of a local worker in the order in which they were observed."""
+        """Examples that are still to be visited."""
         if self._named:
-            return np.array(self._visited[local], dtype=np.int64)
-        return self._orders[local][: min(self._turns, self._visits_L[local])]
+            return len(self.remaining())
+        return max(0, self._lanes.num_samples - self._rows * self._lanes.unit_size)
 
-    def unvisited(self, local: int) -> IntArray:
-        """Its other units, in planned order."""
-        order = self._orders[local]
-        seen = np.zeros(len(order), dtype=bool)
-        seen[self.visited(local)] = True
-        return order[~seen[order]]
+    @property
+    def num_unvisited(self) -> int:
+        """Units whose row has not been observed."""
+        return self._lanes.num_units - self._num_visited
 
-    def next_step(self, num_rows: int | None, turns_per_batch: int) -> Step:
+    def due(self, units_per_batch: int) -> int:
+        """How many rows the next batch has."""
+        return min(units_per_batch, self._lanes.num_rows - self._rows)
+
+    def next_step(self, num_rows: int | None, units_per_batch: int) -> Step:
         """Check the rows of a batch that comes in planned order; None counts the batch, whatever it gave."""
         self._check_mode(named=False)
-        workers, left = len(self._locals), self._units.num_slots - self._turns
-        turns = min(turns_per_batch, left)
-        if num_rows is not None and num_rows != workers * turns:
-            each = f", {turns} from each of {workers} simulated workers" if workers > 1 else ""
+        due, lanes = self.due(units_per_batch), self._lanes
+        if num_rows is not None and num_rows != due:
             raise ValueError(
-                f"{num_rows} rows for a batch of {workers * turns} units{each}; give one row for every unit of "
-                f"{self._units.unit_size} examples, or make the ordering with another unit_size (1: a row per example)"
+                f"{num_rows} rows for a batch of {due} units; give one row for every unit of {lanes.unit_size} "
+                "examples, or make the ordering with another unit_size (1: a row per example)"
             )
-        if self._turns + turns <= self._fewest_visits:
-            return Step(turns)
-        turns_m = np.arange(self._turns, self._turns + turns)
-        return Step(turns, turns_m < self._visits_L[:, None])
+        start = self._rows // lanes.num_local
+        return Step(due, start, -(-(self._rows + due) // lanes.num_local) - start)
 
     def named_step(self, num_rows: int, examples: IntArray) -> Step:
-        """Check rows whose examples are named, `unit_size` per row; a worker's last row may have fewer."""
+        """Check rows whose examples are named, `unit_size` per row; the last row may have fewer.
+
+        Every row is put into the next visit of its unit's lane.
+        """
         self._check_mode(named=True)
-        workers, size = len(self._locals), self._units.unit_size
+        lanes, size = self._lanes, self._lanes.unit_size
         if len(examples) and examples.dtype.kind not in "iu":
             raise ValueError(f"units are dataset indices, whole numbers; found {examples.dtype}")
-        if len(examples) == 0 or len(examples) % workers:
-            raise ValueError(f"{len(examples)} examples are named, which {workers} workers cannot share evenly")
-        turns = -(-len(examples) // (workers * size))
-        if num_rows != workers * turns:
-            raise ValueError(
-                f"{num_rows} rows, but {len(examples)} named examples make {workers * turns} units of {size}"
-            )
-        if self._turns + turns > self._units.num_slots:
-            left = self._units.num_slots - self._turns
-            raise ValueError(f"{num_rows} rows, but the epoch has {left * workers} units left")
-        counts_Lm = np.zeros((workers, turns), dtype=bool)
-        units: list[list[int]] = [[] for _ in self._locals]
-        for local, mine in enumerate(examples.reshape(workers, -1)):
-            for turn in range(turns):
-                now = units[local]
-                unit = self._find(local, mine[turn * size : (turn + 1) * size], now, turn - len(now))
-                if unit is not None:
-                    counts_Lm[local, turn] = True
-                    units[local].append(unit)
-        return Step(turns, counts_Lm, units)
+        named = -(-len(examples) // size)
+        if named == 0 or num_rows != named:
+            raise ValueError(f"{num_rows} rows, but {len(examples)} named examples make {named} units of {size}")
+        if self._rows + num_rows > lanes.num_rows:
+            raise ValueError(f"{num_rows} rows, but the epoch has {lanes.num_rows - self._rows} units left")
+        units_n = self._find(examples)
+        unit_rows = np.flatnonzero(units_n >= 0)
+        lane_n = lanes.lane_of(units_n[unit_rows])
+        visit_n = _earlier(lane_n)
+        visits = int(visit_n.max(initial=-1)) + 1
+        units_mJ = np.full((visits, lanes.num_local), -1, dtype=units_n.dtype)
+        units_mJ[visit_n, lane_n] = units_n[unit_rows]
+        place_n = np.full(num_rows, -1)
+        place_n[unit_rows] = visit_n * lanes.num_local + lane_n
+        return Step(num_rows, self.visits, visits, units_mJ, place_n)
 
     def record(self, step: Step) -> None:
         """Count the rows of a checked step."""
-        self._named = step.units is not None
-        self._turns += step.turns
-        for visited, seen, units in zip(self._visited, self._seen, step.units or [], strict=False):
-            visited.extend(units)
-            seen[units] = True
+        self._rows += step.rows
+        if step.units_mJ is not None:
+            self._named = True
+            self._lines.append(step.units_mJ)
+            self._seen()[step.units_mJ[step.units_mJ >= 0]] = True
 
-    def stream(self, worker_batch: int) -> IntArray:
-        """Examples left to visit, as a loader of `L * worker_batch` per batch must get them: worker by worker."""
-        columns = np.stack([self._left(local) for local in range(len(self._locals))])  # (L, left)
-        left = columns.shape[1]
-        whole = left - left % worker_batch
-        batches = columns[:, :whole].reshape(len(columns), -1, worker_batch)  # (L, batches, worker_batch)
-        return np.concatenate([batches.swapaxes(0, 1).reshape(-1), columns[:, whole:].reshape(-1)])
+    def by_visit(self) -> IntArray:
+        """Units of the lanes of this process, line by line, -1 where there is none: first visited ones, then others."""
+        planned_VJ = by_visit(self._order_N, self._lanes.num_local)
+        if not self._named:
+            return planned_VJ
+        left_VJ = np.where(self._seen()[planned_VJ], -1, planned_VJ)
+        return np.concatenate([*self._lines, left_VJ])
+
+    def remaining(self) -> IntArray:
+        """Examples left to visit, in the order in which a loader should deliver them."""
+        lanes = self._lanes
+        if not self._named:
+            return lanes.examples(self._order_N, self._padding)[self._rows * lanes.unit_size :]
+        left_N = self._order_N[~self._seen()[self._order_N]][: lanes.num_visited - self._num_visited]
+        rest_seen = (self._rows - self._num_visited) * lanes.unit_size
+        return np.concatenate([lanes.units_Nu[left_N].reshape(-1), self._rest()[rest_seen:]])
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "turns": self._turns,
-            "named": self._named,
-            "visited": [torch.tensor(visited, dtype=torch.int64) for visited in self._visited],
-        }
+        lines = np.concatenate([np.zeros((0, self._lanes.num_local), dtype=self._order_N.dtype), *self._lines])
+        return {"rows": self._rows, "named": self._named, "lines": torch.from_numpy(lines)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._turns, self._named = state["turns"], state["named"]
-        self._visited = [visited.tolist() for visited in state["visited"]]
-        for seen, visited in zip(self._seen, self._visited, strict=True):
-            seen[visited] = True
+        self._rows, self._named = state["rows"], state["named"]
+        self._lines = [state["lines"].numpy().copy()]
+        units = self._lines[0]
+        self._seen()[units[units >= 0]] = True
 
-    def _rest(self, local: int) -> IntArray:
-        """What comes after the units of a local worker: examples that fill none, and padding."""
-        examples = self._units.examples(local, self._orders[local], self._padding[local])
-        return examples[self._visits_L[local] * self._units.unit_size :]
+    @property
+    def _num_visited(self) -> int:
+        return int(self._seen().sum()) if self._named else min(self._rows, self._lanes.num_visited)
 
-    def _left(self, local: int) -> IntArray:
-        """Examples of a local worker that have not been observed: units first, then the rest."""
-        size, seen = self._units.unit_size, len(self.visited(local))
-        units = self._units.group(local)[self.unvisited(local)][: self._visits_L[local] - seen]
-        return np.concatenate([units.reshape(-1), self._rest(local)[(self._turns - seen) * size :]])
+    def _seen(self) -> BoolArray:
+        """Of every unit, whether its row has come; and last, at -1, False for what is no unit."""
+        if len(self._seen_N) == 0:
+            self._seen_N = np.zeros(self._lanes.num_units + 1, dtype=bool)
+        return self._seen_N
 
-    def _find(self, local: int, examples: IntArray, now: list[int], now_rest: int) -> int | None:
-        """The unit made of `examples`, or None if they are rest.
+    def _rest(self) -> IntArray:
+        """What comes after the units: examples that fill none, and padding."""
+        return self._lanes.examples(self._order_N, self._padding)[self._lanes.num_visited * self._lanes.unit_size :]
 
-        `now` lists the units found in the same call before, `now_rest` counts its rows of rest.
-        """
-        size, total = self._units.unit_size, self._units.num_examples
-        if examples.min() < 0 or examples.max() >= total:
+    def _find(self, examples: IntArray) -> IntArray:
+        """For every row the unit made of its examples, or -1 if they are rest."""
+        lanes, size = self._lanes, self._lanes.unit_size
+        outside = examples[(examples < 0) | (examples >= lanes.num_examples)]
+        if len(outside):
             raise ValueError(
-                f"examples {examples.tolist()} are named; the dataset has {total} of them, 0 to {total - 1}"
+                f"examples {outside.tolist()} are named; the dataset has {lanes.num_examples} of them, 0 to "
+                f"{lanes.num_examples - 1}"
             )
-        unit, *others = np.unique(self._units.unit_of(local, examples)).tolist()
-        whole = unit >= 0 and not others and len(examples) == size
-        observed = whole and (self._seen[local][unit] or unit in now)
-        if whole and not observed:
-            return int(unit)
-        rest_seen = self._turns - len(self._visited[local]) + now_rest
-        rest = self._rest(local)[rest_seen * size :]
-        if len(rest) and np.isin(examples, self._rest(local)).all():
-            return None
-        if observed or np.isin(examples, self._rest(local)).all():
-            raise ValueError(f"the unit of examples {examples.tolist()} has been observed already in this epoch")
-        raise ValueError(
-            f"examples {examples.tolist()} are no unit of worker {self._locals[local]}; name the {size} dataset "
-            "indices behind each row, as the loader delivered them"
-        )
+        short = -len(examples) % size
+        unit_nu = np.pad(lanes.unit_of[examples], (0, short), constant_values=-1).reshape(-1, size)
+        unit_n = np.where((unit_nu == unit_nu[:, :1]).all(1), unit_nu[:, 0], -1)
+        first_n = np.zeros(len(unit_n), dtype=bool)
+        first_n[np.unique(unit_n, return_index=True)[1]] = True
+        new_n = (unit_n >= 0) & first_n & ~self._seen()[unit_n]
+        self._check_rest(examples, new_n, unit_n)
+        return np.where(new_n, unit_n, -1)
+
+    def _check_rest(self, examples: IntArray, new_n: BoolArray, unit_n: IntArray) -> None:
+        """Whether rows that are no new unit may be rest, of which so many are left."""
+        size, rest = self._lanes.unit_size, self._rest()
+        left = -(-len(rest) // size) - (self._rows - self._num_visited)
+        for row in np.flatnonzero(~new_n).tolist():
+            mine = examples[row * size : (row + 1) * size]
+            is_rest = len(rest) and np.isin(mine, rest).all()
+            if is_rest and left > 0:
+                left -= 1
+            elif is_rest or unit_n[row] >= 0:
+                raise ValueError(f"the unit of examples {mine.tolist()} has been observed already in this epoch")
+            else:
+                raise ValueError(
+                    f"examples {mine.tolist()} are no unit of this process; name the {size} dataset indices behind "
+                    "each row, as the loader delivered them"
+                )
 
     def _check_mode(self, *, named: bool) -> None:
-        if self._turns and self._named != named:
+        if self._rows and self._named != named:
             raise ValueError(
                 f"the epoch's earlier rows came {'with' if self._named else 'without'} units=; name units in "
                 "all calls of an epoch or in none"
             )
+
+
+def _earlier(lane_n: IntArray) -> IntArray:
+    """For every entry, how many before it are the same.
+
+    Example:
+        >>> _earlier(np.array([0, 1, 0, 0]))
+        array([0, 0, 1, 2])
+    """
+    order = np.argsort(lane_n, kind="stable")
+    by_lane = lane_n[order]
+    first = np.searchsorted(by_lane, by_lane)
+    earlier = np.empty(len(lane_n), dtype=np.int64)
+    earlier[order] = np.arange(len(lane_n)) - first
+    return earlier

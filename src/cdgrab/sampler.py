@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
 
 log = logging.getLogger("cdgrab")
+
+_PIECE = 1 << 16
 
 
 class OrderedSampler(DistributedSampler[Any]):
@@ -26,17 +29,19 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def __init__(self, ordering: Ordering, dataset: Dataset[Any] | range) -> None:
         world = ordering.world
-        replicas, rank = (1, 0) if world.one_process else (world.size, world.rank)
         # The type of `dataset` is widened: only its length is ever asked for.
         self._ordering = ordering
-        super().__init__(dataset, replicas, rank, seed=ordering.seed, drop_last=ordering.drop_last)  # type: ignore[arg-type]
+        super().__init__(dataset, world.size, world.rank, seed=ordering.seed, drop_last=ordering.drop_last)  # type: ignore[arg-type]
         self._stood_at: list[tuple[int, int]] = []
         self.num_samples = ordering.examples_per_epoch
-        self.total_size = self.num_samples * replicas
+        self.total_size = self.num_samples * world.size
 
     def __iter__(self) -> Iterator[int]:
         self._notice_a_standstill()
-        return iter(self._ordering.remaining().tolist())
+        left = self._ordering.remaining()
+        # A piece at a time: a list of all of them would take several times the memory of the indices.
+        pieces = (left[start : start + _PIECE].tolist() for start in range(0, len(left), _PIECE))
+        return itertools.chain.from_iterable(pieces)
 
     def __len__(self) -> int:
         """Examples of a whole epoch: `len(loader)` must not change under a loop that asks for it."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from cdgrab.arguments import checked_unit_size, length_of, split_batch, whole_number
+from cdgrab.arguments import checked_lanes, checked_unit_size, length_of, whole_number
 from cdgrab.balancing.rules import RuleMaker, find_rule
 from cdgrab.exchange import (
     EXCHANGES,
@@ -30,7 +30,7 @@ from cdgrab.exchange import (
 )
 from cdgrab.exchange.agreement import check_same
 from cdgrab.exchange.collectives import own_group
-from cdgrab.lanes import Units, deal
+from cdgrab.lanes import Lanes, deal
 from cdgrab.orders import Balanced, Free, Herded, OrderSpec, find_order
 from cdgrab.world import Group, World, process_group
 
@@ -40,7 +40,8 @@ class Settings:
     """The arguments of `Ordering`, with nothing left open; made by `Settings.checked`.
 
     Attributes:
-        worker_batch: Examples of one worker in a full batch.
+        batch_size: Examples of this process in a full batch.
+        lanes: Of all processes.
         order: The name of the order; `spec` is what it stands for.
         rule: The name of the rule, `"custom"` if it has none; `make_rule` makes one.
         group: The ranks among which data are dealt.
@@ -48,8 +49,8 @@ class Settings:
 
     num_examples: int
     batch_size: int
-    worker_batch: int
     unit_size: int
+    lanes: int
     order: str
     spec: OrderSpec
     rule: str
@@ -67,6 +68,7 @@ class Settings:
         *,
         batch_size: int,
         unit_size: int | None,
+        lanes: int | None,
         order: str,
         rule: str | RuleMaker,
         world: World | None,
@@ -82,12 +84,12 @@ class Settings:
         world = world or World.detect(ranks)
         batch_size = whole_number("batch_size", batch_size, least=1)
         spec = find_order(order)
-        worker_batch = split_batch(batch_size, world)
+        unit_size = checked_unit_size(unit_size, 1 if isinstance(spec, Free) else None, batch_size)
         settings = cls(
             num_examples=num_examples,
             batch_size=batch_size,
-            worker_batch=worker_batch,
-            unit_size=checked_unit_size(unit_size, 1 if isinstance(spec, Free) else None, worker_batch),
+            unit_size=unit_size,
+            lanes=checked_lanes(lanes, world, max(1, batch_size // unit_size)),
             order=order,
             spec=spec,
             rule=rule if isinstance(rule, str) else "custom",
@@ -102,9 +104,9 @@ class Settings:
         return settings
 
     @cached_property
-    def turns_per_batch(self) -> int:
-        """Units of one worker in a full batch, or the one that several batches make."""
-        return max(1, self.worker_batch // self.unit_size)
+    def units_per_batch(self) -> int:
+        """Units of this process in a full batch, or the one that several batches make."""
+        return max(1, self.batch_size // self.unit_size)
 
     @cached_property
     def balances_pairs(self) -> bool:
@@ -112,13 +114,18 @@ class Settings:
 
     @cached_property
     def coordinated(self) -> bool:
-        """Whether the rows of all workers decide together."""
-        return isinstance(self.spec, Herded) or (isinstance(self.spec, Balanced) and self.spec.coordinated)
+        """Whether the rows of all lanes decide together."""
+        return self.spec.coordinated
 
     @cached_property
-    def sorted_workers(self) -> range:
-        """The workers whose rows come to this process's sorter."""
-        return range(self.world.size) if self.coordinated else self.world.local_workers
+    def local_lanes(self) -> range:
+        """The lanes of this process."""
+        return range(self.world.rank, self.lanes, self.world.size)
+
+    @cached_property
+    def sorted_lanes(self) -> range:
+        """The lanes whose rows come to this process's sorter."""
+        return range(self.lanes) if self.coordinated else self.local_lanes
 
     @cached_property
     def remembers(self) -> str | None:
@@ -130,34 +137,35 @@ class Settings:
     @property
     def ranks_meet(self) -> bool:
         """Whether there are other ranks to talk to. A world made by hand, for tests and studies, has none."""
-        return not self.world.one_process and self.world.size > 1 and dist.is_available() and dist.is_initialized()
+        return self.world.size > 1 and dist.is_available() and dist.is_initialized()
 
-    def deal(self, epoch: int) -> Units:
-        """The units of `epoch`; but for orders that deal anew they are always the same."""
+    def deal(self, epoch: int) -> Lanes:
+        """The lanes of `epoch`; but for orders that deal anew they are always the same."""
         return deal(
             self.num_examples,
             self.world,
+            lanes=self.lanes,
             unit_size=self.unit_size,
             seed=self.seed,
-            epoch=epoch if isinstance(self.spec, Free) and self.spec.redeal else 0,
-            whole_batches=self.worker_batch if self.drop_last else None,
-            shuffle=self.spec.shuffle if isinstance(self.spec, Free) else True,
+            epoch=epoch if self.spec.redeal else 0,
+            whole_batches=self.batch_size if self.drop_last else None,
+            shuffle=self.spec.shuffle,
         )
 
-    def config(self, units: Units) -> dict[str, Any]:
-        """What must be the same for a state to fit; `units` are those of the first epoch."""
+    def config(self, lanes: Lanes) -> dict[str, Any]:
+        """What must be the same for a state to fit; `lanes` are those of the first epoch."""
         return {
             "num_examples": self.num_examples,
             "batch_size": self.batch_size,
             "unit_size": self.unit_size,
+            "lanes": self.lanes,
             "order": self.order,
             "rule": self.rule,
             "seed": self.seed,
             "drop_last": self.drop_last,
             "world_size": self.world.size,
             "rank": self.world.rank,
-            "simulated": self.world.one_process,
-            "dealt": zlib.crc32(units.dealt.tobytes()),
+            "dealt": zlib.crc32(lanes.dealt.tobytes()),
         }
 
     def check_ranks(self, config: dict[str, Any], exchange: str | ExchangeMaker | None) -> None:

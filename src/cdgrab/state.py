@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-VERSION = 4
+from cdgrab.lanes import Lanes
+
+VERSION = 5
 
 
 def pack(payload: dict[str, Any]) -> bytes:
@@ -24,7 +26,7 @@ def pack(payload: dict[str, Any]) -> bytes:
 def unpack(
     state: dict[str, Any],
     config: dict[str, Any],
-    num_units: list[int],
+    lanes: Lanes,
     *,
     form: str,
     remembers: str | None,
@@ -34,7 +36,7 @@ def unpack(
     Args:
         state: What `Ordering.state_dict` returned.
         config: What must agree.
-        num_units: Units of each local worker.
+        lanes: Of this process.
         form: In which gradients come, in words.
         remembers: What goes on from one epoch to the next, in words, if something does.
     """
@@ -57,9 +59,11 @@ def unpack(
         payload: dict[str, Any] = torch.load(io.BytesIO(state["payload"]), weights_only=True, map_location="cpu")
     except Exception as error:
         raise ValueError(f"the state is damaged and cannot be read: {error}") from error
-    for order, expected in zip(payload["orders"], num_units, strict=True):
-        if not np.array_equal(np.sort(order.numpy()), np.arange(expected)):
-            raise ValueError(f"the saved order is not a permutation of {expected} units; the state is damaged")
+    order_N, planned_N = payload["order"].numpy(), np.arange(lanes.num_units)
+    if not np.array_equal(np.sort(order_N), planned_N):
+        raise ValueError(f"the saved order is not a permutation of {lanes.num_units} units; the state is damaged")
+    if not np.array_equal(lanes.lane_of(order_N), lanes.lane_of(planned_N)):
+        raise ValueError("the saved order moves units from one lane to another; the state is damaged")
     _check_source(payload, form, remembers)
     return payload
 
@@ -69,7 +73,7 @@ def _check_source(payload: dict[str, Any], form: str, remembers: str | None) -> 
     if payload["form"] != form:
         found = f"gradients as {payload['form']}, and this ordering has them as {form}"
         remedy = "make the ordering, and attach the model before loading, as it was then"
-        if payload["progress"]["turns"]:
+        if payload["progress"]["rows"]:
             raise ValueError(
                 f"the state was taken within an epoch with {found}; {remedy}, or load a state taken between epochs"
             )

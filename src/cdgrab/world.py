@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,40 +30,32 @@ def process_group(group: Group) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True)
 class World:
-    """The workers among which the examples are dealt.
+    """The processes among which lanes are shared out.
 
     Args:
-        rank: This process's worker, `0 <= rank < size`.
-        size: Number of workers.
-        one_process: All `size` workers live in this one process. A loader then delivers, for every step, the
-            examples of worker 0, then those of worker 1, and so on.
+        rank: This process, `0 <= rank < size`.
+        size: Number of processes.
 
     Example:
-        >>> World.simulated(4).local_workers
-        range(0, 4)
+        >>> World(rank=1, size=4)
+        World(rank=1, size=4)
     """
 
     rank: int = 0
     size: int = 1
-    one_process: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"world size is {self.size}; it must be at least 1")
         if not 0 <= self.rank < self.size:
-            raise ValueError(f"rank is {self.rank}; with {self.size} workers it must be 0 to {self.size - 1}")
-        if self.one_process and self.rank != 0:
-            raise ValueError(f"rank is {self.rank}; a simulated world has one process, rank 0")
-
-    @property
-    def local_workers(self) -> range:
-        """The workers whose examples this process visits."""
-        return range(self.size) if self.one_process else range(self.rank, self.rank + 1)
+            raise ValueError(f"rank is {self.rank}; with {self.size} processes it must be 0 to {self.size - 1}")
 
     @classmethod
-    def simulated(cls, size: int) -> World:
-        """`size` workers in this one process: the results of `size` ranks without starting them."""
-        return cls(size=size, one_process=True)
+    def simulated(cls, size: int) -> NoReturn:
+        """Gone: raises `ValueError` with the remedy."""
+        raise ValueError(
+            f"World.simulated({size}) is gone, since workers are lanes now; leave world= out and pass lanes={size}"
+        )
 
     @classmethod
     def detect(cls, group: Group = None) -> World:
@@ -70,14 +63,14 @@ class World:
 
         Args:
             group: The ranks that hold different data: a process group, or one dimension of a `DeviceMesh` (its peers
-                along other dimensions, tensor-parallel ones for instance, then share a worker). By default all ranks.
+                along other dimensions, tensor-parallel ones for instance, then have the same rank). By default all.
         """
         group = process_group(group)
         if dist.is_available() and dist.is_initialized():
             return cls(rank=dist.get_rank(group), size=dist.get_world_size(group))
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1:
-            # Falling back to one worker would train every rank on all the data, in the same order, in silence.
+            # Falling back to one process would train every rank on all the data, in the same order, in silence.
             raise ValueError(
                 f"WORLD_SIZE is {launched} but torch.distributed is not initialised; call "
                 "torch.distributed.init_process_group() before making the ordering, or pass world="

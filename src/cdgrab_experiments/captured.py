@@ -167,7 +167,7 @@ class CapturedSteps:
             unit_size=1,
             order=ordering.order_name,
             rule=ordering._settings.make_rule,
-            world=ordering.world,
+            lanes=ordering.lanes,
         )
         block_KND = self._blocks[0].zero_()
         self._sorting.wait_stream(torch.cuda.current_stream())
@@ -185,8 +185,8 @@ class CapturedSteps:
         parameters = [p.detach().clone() for p in self._parameters]
         state = copy.deepcopy(self._optimizer.state_dict())
         if self._long and not self._blocks:
-            # With an even number for each worker, a step's rows are pairs already; otherwise those of two steps are.
-            self._make_blocks(1 if self._batch // self._ordering.world.size % 2 == 0 else 2, widened(self._flat_D))
+            # With an even number for each lane, a step's rows are pairs already; otherwise those of two steps are.
+            self._make_blocks(1 if self._batch // self._ordering.lanes % 2 == 0 else 2, widened(self._flat_D))
         places: dict[tuple[int, int], Tensor | None] = {(0, 0): None}
         if self._long:
             places = {(i, k): place_ND for i, block in enumerate(self._blocks) for k, place_ND in enumerate(block)}

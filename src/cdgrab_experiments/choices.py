@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
 from cdgrab import ORDERS, RULES
-from cdgrab.orders import Free
 from cdgrab.per_example.sketch import checked_length
 from cdgrab_experiments.config import RunConfig
 from cdgrab_experiments.split import check_partition
@@ -132,4 +131,4 @@ def _check_source(source: str) -> None:
         raise ValueError(f"unknown source {source!r}; choose exact or sketch:LENGTH, as in sketch:512")
 
 
-FREE = {name for name, spec in ORDERS.items() if isinstance(spec, Free)}
+FREE = {name for name, spec in ORDERS.items() if not spec.needs_gradients}

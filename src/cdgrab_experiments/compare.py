@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from cdgrab.orders import ORDERS
+from cdgrab import ORDERS
 from cdgrab_experiments.config import RunConfig
 from cdgrab_experiments.records import EpochRecord, Run, settings
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from cdgrab import Ordering, World, herding_bound
-from cdgrab.orders import Balanced, Free, Herded, OrderSpec, find_order
+from cdgrab import ORDERS, Ordering, herding_bound
 from cdgrab_experiments.captured import CapturedSteps
 from cdgrab_experiments.config import RunConfig
 from cdgrab_experiments.records import EpochRecord
@@ -45,7 +44,7 @@ class Trainer:
         self.problem = _moved(problem, self.device)
         self.trained = 0  # epochs
         self._record, self._evaluated_last = EpochRecord(0, math.nan, {}), False
-        num, spec = len(problem.train[0]), find_order(config.order)
+        num, spec = len(problem.train[0]), ORDERS[config.order]
         if num < config.workers:
             raise ValueError(f"{config.workers} workers, but only {num} examples; use at most as many workers")
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -55,8 +54,8 @@ class Trainer:
             raise ValueError(
                 f"a batch of {config.batch_size} cannot be shared evenly by {config.workers} workers; use a multiple"
             )
-        balanced = not isinstance(spec, Free)
-        if isinstance(spec, Free) and spec.redeal and config.partition != "iid":
+        balanced = spec.needs_gradients
+        if spec.redeal and config.partition != "iid":
             raise ValueError(f"order {config.order!r} deals anew every epoch, which is no {config.partition} split")
         self._batch = config.batch_size // ranks
         self.ordering = Ordering(
@@ -65,10 +64,10 @@ class Trainer:
             unit_size=1,
             order=config.order,
             rule=config.rule,
-            world=None if ranks > 1 else World.simulated(config.workers),
+            lanes=config.workers,
             seed=config.seed,
             # Rows in closed form are short, and many steps' travel at once: what counts is the number of messages.
-            exchange="gather" if ranks > 1 and problem.gradient is not None and coordinated(spec) else None,
+            exchange="gather" if ranks > 1 and problem.gradient is not None and spec.coordinated else None,
         )
         self._places = placed(config, problem.labels, num)
         model: nn.Module = self.problem.model
@@ -205,7 +204,7 @@ class Trainer:
     def _herding_bound(self) -> float | None:
         problem, ordering = self.problem, self.ordering
         dim = sum(p.numel() for p in problem.model.parameters())
-        if problem.gradient is None or not ordering.world.one_process or len(problem.train[0]) * dim > _MOST_NUMBERS:
+        if problem.gradient is None or ordering.world.size > 1 or len(problem.train[0]) * dim > _MOST_NUMBERS:
             return None
         rows_ND = problem.rows(*problem.train).cpu()  # sums over time can be repeated only there
         units = min(map(len, ordering.orders))  # of workers with one more, the last is left out
@@ -215,11 +214,6 @@ class Trainer:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-
-def coordinated(spec: OrderSpec) -> bool:
-    """Whether workers balance together."""
-    return isinstance(spec, Herded) or (isinstance(spec, Balanced) and spec.coordinated)
 
 
 def _moved(problem: Problem, device: torch.device) -> Problem:

@@ -1,4 +1,4 @@
-"""`attach` under DistributedDataParallel: the orders of the simulation, the averages of plain DDP."""
+"""`attach` under DistributedDataParallel: the orders of one process, the averages of plain DDP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from _inputs import randn
-from cdgrab import Ordering, World, flat_grad
+from cdgrab import ORDERS, Ordering, World, flat_grad
 from distributed._ranks import run_ranks, start_ranks
 
 LENGTH, BATCH, EPOCHS = 53, 4, 3
@@ -70,28 +70,52 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def simulated(size: int, order: str = "cd-grab", rule: str = "greedy") -> tuple[list[list[list[int]]], Tensor]:
-    """The same training in one process: gradients of every worker's batch as rows, their mean as the step."""
+    """The same training in one process: a step is the mean of the gradients of all ranks' batches.
+
+    A unit is a rank's batch. So the one that decides orders the numbers of units, a lane for each rank.
+    """
+    ranks = [Ordering(LENGTH, batch_size=BATCH, order=order, world=World(rank, size)) for rank in range(size)]
+    balanced = ORDERS[order].needs_gradients
+    num_units = len(ranks[0].order) // BATCH if balanced else 0
+    units = [rank.order.split(BATCH) for rank in ranks]
+    deciding = Ordering(max(1, size * num_units), batch_size=size, unit_size=1, lanes=size, order=order, rule=rule)
+    first = [order.tolist() for order in deciding.orders]
     model = Net()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    world = World.simulated(size)
-    ordering = Ordering(LENGTH, batch_size=BATCH * size, order=order, rule=rule, world=world)
     orders = []
     for epoch in range(EPOCHS):
-        while ordering.epoch == epoch:
-            rows = []
-            for part in torch.from_numpy(ordering.remaining()[: BATCH * size]).chunk(size):
-                model.zero_grad()
-                loss_of(model, part.tolist()).backward()
-                rows.append(flat_grad(model))
-            ordering.observe(torch.stack(rows))
+        for rank in ranks:
+            rank.set_epoch(epoch)
+        batches = [list(torch.tensor(list(rank.sampler)).split(BATCH)) for rank in ranks]
+        for step in range(len(batches[0])):
+            if step < num_units:
+                now = [first[lane].index(int(order[step])) for lane, order in enumerate(deciding.orders)]
+                parts = [units[lane][number] for lane, number in enumerate(now)]
+            else:
+                parts = [mine[step] for mine in batches]
+            rows = torch.stack([row_of(model, part) for part in parts])
             start = 0
             for p in model.parameters():
                 if p.requires_grad:
-                    p.grad = torch.stack(rows).mean(0)[start : start + p.numel()].view_as(p)
+                    p.grad = rows.mean(0)[start : start + p.numel()].view_as(p)
                     start += p.numel()
             optimizer.step()
-        orders.append([order.tolist() for order in ordering.orders])
+            if step < num_units:
+                deciding.observe(rows)
+        for rank in ranks:
+            rank.set_epoch(epoch + 1)
+        if balanced:
+            numbers = [[first[lane].index(one) for one in order.tolist()] for lane, order in enumerate(deciding.orders)]
+            orders.append([torch.cat([units[lane][n] for n in mine]).tolist() for lane, mine in enumerate(numbers)])
+        else:
+            orders.append([rank.order.tolist() for rank in ranks])
     return orders, flat(model)
+
+
+def row_of(model: nn.Module, batch: Tensor) -> Tensor:
+    model.zero_grad()
+    loss_of(model, batch.tolist()).backward()
+    return flat_grad(model)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -100,7 +124,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"static_graph": True, "bucket_cap_mb": 0.0005},
     {"find_unused_parameters": True, "bucket_cap_mb": 0.0001},
 ]
-ORDERS = [
+KINDS = [
     ("cd-grab", "greedy", "sharded"),
     ("cd-grab", "walk", "gather"),
     ("grab", "greedy", None),
@@ -116,7 +140,7 @@ def attached_runs() -> list[tuple[list[list[int]], Tensor]]:
         ordering = Ordering(LENGTH, batch_size=BATCH)
         ordering.attach(model)
         runs.append((train(ordering, model), flat(model)))
-    for order, rule, exchange in ORDERS:
+    for order, rule, exchange in KINDS:
         model = DistributedDataParallel(Net(), bucket_cap_mb=0.0005)
         ordering = Ordering(LENGTH, batch_size=BATCH, order=order, rule=rule, exchange=exchange)
         ordering.attach(model)
@@ -128,7 +152,7 @@ def attached_runs() -> list[tuple[list[list[int]], Tensor]]:
 def test_ddp_finds_the_orders_of_the_simulation_and_the_same_model(size: int) -> None:
     """Several buckets, rebuilt after the first step, uneven shards, a short last batch."""
     answers = run_ranks(size, attached_runs)
-    cases = [("cd-grab", "greedy")] * len(OPTIONS) + [(order, rule) for order, rule, _ in ORDERS]
+    cases = [("cd-grab", "greedy")] * len(OPTIONS) + [(order, rule) for order, rule, _ in KINDS]
     for index, (order, rule) in enumerate(cases):
         orders, parameters = simulated(size, order, rule)
         for rank, runs in enumerate(answers):
@@ -254,7 +278,6 @@ def refusals() -> list[str]:
     model = DistributedDataParallel(Net())
     refused(Ordering(LENGTH, batch_size=BATCH), Net())
     refused(Ordering(LENGTH, batch_size=BATCH, unit_size=1), model)
-    refused(Ordering(LENGTH, batch_size=BATCH, world=World.simulated(2)), model)
     refused(Ordering(LENGTH, batch_size=BATCH), Net(), hook=fp16_compress_hook)
     ordering = Ordering(LENGTH, batch_size=BATCH)
     ordering.attach(model)
@@ -272,7 +295,6 @@ def test_what_cannot_be_served_is_refused_with_the_reason() -> None:
     expected = [
         "Net is not wrapped, but there are 2 ranks; wrap it in DistributedDataParallel",
         "unit_size is 1, but a backward pass gives one gradient for the whole batch of 4",
-        "simulated workers share one model",
         "hook= is for DistributedDataParallel; Net has no communication hook",
         "the ordering is attached to a model already",
         "the model has a communication hook already",

@@ -1,4 +1,4 @@
-"""Gradients of single examples on real ranks: with every exchange the orders of the simulation."""
+"""Gradients of single examples on real ranks: with every exchange the orders of one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from _inputs import randn
-from cdgrab import Ordering, World
+from cdgrab import Ordering
 from distributed._ranks import run_ranks
 
 X, Y = randn(26, 6, dtype=torch.float64), torch.arange(26) % 3
@@ -24,7 +24,7 @@ def net() -> nn.Module:
 
 
 def epochs(ordering: Ordering, model: nn.Module, source: str, per_step: int) -> list[list[list[int]]]:
-    """Orders of all local workers after each of three epochs, without training: gradients stay as they are."""
+    """Orders of the lanes of this process after each of three epochs, without training: gradients stay as they are."""
     ordering.attach(model, source=source, length=32)
     orders = []
     for _ in range(3):
@@ -37,18 +37,17 @@ def epochs(ordering: Ordering, model: nn.Module, source: str, per_step: int) -> 
 
 
 def on_a_rank(exchange: str | None, source: str) -> list[list[list[int]]]:
-    ordering = Ordering(26, batch_size=2, unit_size=1, exchange=exchange)
-    return epochs(ordering, DistributedDataParallel(net()), source, 2)
+    ordering = Ordering(26, batch_size=8 // dist.get_world_size(), unit_size=1, exchange=exchange)
+    return epochs(ordering, DistributedDataParallel(net()), source, ordering.batch_size)
 
 
 @pytest.mark.parametrize(("exchange", "source"), [("sharded", "per_example"), (None, "sketch"), ("server", "sketch")])
-def test_orders_are_those_of_the_simulation(exchange: str | None, source: str) -> None:
-    size = 3
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_orders_are_the_same_on_any_number_of_ranks(size: int, exchange: str | None, source: str) -> None:
     ranks = run_ranks(size, on_a_rank, exchange, source)
-    alone = Ordering(26, batch_size=2 * size, unit_size=1, world=World.simulated(size))
-    expected = epochs(alone, net(), source, 2 * size)
+    expected = epochs(Ordering(26, batch_size=8, unit_size=1), net(), source, 8)
     for epoch in range(3):
-        assert [orders[epoch][0] for orders in ranks] == expected[epoch]
+        assert [ranks[lane % size][epoch][lane // size] for lane in range(8)] == expected[epoch]
 
 
 def other_forms() -> tuple[list[str], int, list[float]]:

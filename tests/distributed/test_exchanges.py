@@ -1,4 +1,4 @@
-"""Real ranks, whatever their exchange, find the orders of the reference and of the one-process simulation."""
+"""Real ranks, whatever their exchange, find the orders of the reference and of one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from _inputs import randn
-from cdgrab import Ordering, World
+from cdgrab import ORDERS, Ordering, World
 from cdgrab.balancing import reference
 from distributed._ranks import run_ranks, start_ranks
 
@@ -30,7 +30,7 @@ CASES = [
     ("pair", "walk", None),
     ("id-grab", "greedy", None),
     ("greedy-herding", "greedy", "gather"),
-    ("rr", "greedy", None),
+    *((order, "greedy", None) for order, spec in ORDERS.items() if not spec.needs_gradients),
 ]
 
 
@@ -48,11 +48,22 @@ def epochs_of(ordering: Ordering, vectors: torch.Tensor) -> list[list[list[int]]
     return orders
 
 
-def on_a_rank() -> dict[tuple[int, int], list[list[list[list[int]]]]]:
+def on_a_rank(batch: int, lanes: int | None) -> dict[tuple[int, int], list[list[list[list[int]]]]]:
+    """`batch` is that of all ranks together."""
+    local = batch // dist.get_world_size()
     return {
         (length, dim): [
             epochs_of(
-                Ordering(length, batch_size=2, unit_size=1, order=order, rule=rule, exchange=exchange, seed=3),
+                Ordering(
+                    length,
+                    batch_size=local,
+                    unit_size=1,
+                    lanes=lanes,
+                    order=order,
+                    rule=rule,
+                    exchange=exchange,
+                    seed=3,
+                ),
                 randn(length, dim, dtype=torch.float64),
             )
             for order, rule, exchange in CASES
@@ -61,22 +72,25 @@ def on_a_rank() -> dict[tuple[int, int], list[list[list[list[int]]]]]:
     }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_ranks_find_the_orders_of_the_simulation(size: int) -> None:
-    answers = run_ranks(size, on_a_rank)
+@pytest.mark.parametrize(
+    ("size", "batch", "lanes"),
+    [(1, 8, None), (2, 8, None), (4, 8, None), (8, 8, None), (3, 6, None), (2, 8, 4), (4, 16, 4)],
+)
+def test_orders_are_the_same_on_any_number_of_ranks(size: int, batch: int, lanes: int | None) -> None:
+    answers = run_ranks(size, on_a_rank, batch, lanes)
     for length, dim in SHAPES:
+        vectors = randn(length, dim, dtype=torch.float64)
         for index, (order, rule, _) in enumerate(CASES):
-            simulated = Ordering(
-                length, batch_size=2 * size, unit_size=1, order=order, rule=rule, world=World.simulated(size), seed=3
-            )
-            expected = epochs_of(simulated, randn(length, dim, dtype=torch.float64))
+            alone = Ordering(length, batch_size=batch, unit_size=1, lanes=lanes, order=order, rule=rule, seed=3)
+            expected = epochs_of(alone, vectors)
             for epoch in range(EPOCHS):
-                found = [answer[length, dim][index][epoch][0] for answer in answers]
+                found = [answers[lane % size][length, dim][index][epoch][lane // size] for lane in range(alone.lanes)]
                 assert found == expected[epoch], (order, rule, length, dim, epoch)
 
 
 def signs_of_an_epoch(exchange: str, dim: int) -> list[int]:
-    ordering = Ordering(12 * dist.get_world_size(), batch_size=3, unit_size=1, exchange=exchange, seed=1)
+    size = dist.get_world_size()
+    ordering = Ordering(12 * size, batch_size=3, unit_size=1, lanes=size, exchange=exchange, seed=1)
     vectors = randn(12 * dist.get_world_size(), dim, dtype=torch.float64)
     while ordering.epoch == 0:
         ordering.observe(vectors[ordering.remaining()[:3]])
@@ -86,7 +100,7 @@ def signs_of_an_epoch(exchange: str, dim: int) -> list[int]:
 @pytest.mark.parametrize(("size", "dim"), [(2, 9), (3, 10), (4, 5)])
 def test_orders_are_those_of_the_reference(size: int, dim: int) -> None:
     vectors = randn(12 * size, dim, dtype=torch.float64)
-    before = torch.stack(Ordering(12 * size, batch_size=size, unit_size=1, world=World.simulated(size), seed=1).orders)
+    before = torch.stack(Ordering(12 * size, batch_size=size, unit_size=1, lanes=size, seed=1).orders)
     expected = before.gather(1, reference.pair_balance(vectors[before])[0]).tolist()
     for exchange in ("sharded", "gather", "server"):
         assert run_ranks(size, signs_of_an_epoch, exchange, dim) == expected
@@ -95,7 +109,9 @@ def test_orders_are_those_of_the_reference(size: int, dim: int) -> None:
 def sketched(length: int) -> tuple[list[int], int]:
     from cdgrab.exchange import Sketch
 
-    ordering = Ordering(64, batch_size=4, unit_size=1, exchange=lambda group: Sketch(group, length=length), seed=1)
+    ordering = Ordering(
+        64, batch_size=4, unit_size=1, lanes=2, exchange=lambda group: Sketch(group, length=length), seed=1
+    )
     vectors = randn(64, 300)
     while ordering.epoch == 0:
         ordering.observe(vectors[ordering.remaining()[:4]])
@@ -104,7 +120,7 @@ def sketched(length: int) -> tuple[list[int], int]:
 
 def test_a_sketch_is_short_and_the_same_on_all_ranks() -> None:
     whole, short = run_ranks(2, sketched, 300), run_ranks(2, sketched, 30)
-    exact = Ordering(64, batch_size=8, unit_size=1, world=World.simulated(2), seed=1)
+    exact = Ordering(64, batch_size=8, unit_size=1, lanes=2, seed=1)
     epochs_of_one = randn(64, 300)
     while exact.epoch == 0:
         exact.observe(epochs_of_one[exact.remaining()[:8]])
@@ -209,7 +225,7 @@ def tampered() -> None:
     for step in range(2):
         if step == 1 and dist.get_rank() == 1:
             sorter: Any = ordering._sorter
-            sorter.add(torch.ones(2, 2, 3))
+            sorter.add(torch.ones(2, 4, 3))
         ordering.observe(randn(2, 3, seed=dist.get_rank()))
 
 
@@ -259,7 +275,7 @@ def on_a_mesh() -> tuple[int, int]:
     return ordering.world.rank, ordering.world.size
 
 
-def test_tensor_parallel_peers_share_a_worker() -> None:
+def test_tensor_parallel_peers_have_the_same_lanes() -> None:
     assert run_ranks(4, on_a_mesh) == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 

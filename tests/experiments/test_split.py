@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from _problems import config
-from cdgrab import Ordering, World
+from cdgrab import Ordering
 from cdgrab_experiments.config import RunConfig
 from cdgrab_experiments.split import placed
 
@@ -23,7 +23,7 @@ def shards(partition: str, labels: torch.Tensor, workers: int, order: str = "cd-
     """The classes each worker trains on, in its first order."""
     places = placed(chosen(partition, workers, order=order), labels, len(labels))
     assert sorted(places.tolist()) == list(range(len(labels)))
-    ordering = Ordering(len(labels), batch_size=workers, unit_size=1, order=order, world=World.simulated(workers))
+    ordering = Ordering(len(labels), batch_size=workers, unit_size=1, order=order, lanes=workers)
     return [labels[places[order]] for order in ordering.orders]
 
 

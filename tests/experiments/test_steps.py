@@ -11,14 +11,14 @@ from torch import Tensor
 
 from _problems import PROBLEMS
 from _streams import Line, lines_for_streams
-from cdgrab import Ordering, World
+from cdgrab import Ordering
 from cdgrab_experiments.captured import CapturedSteps, Recorded
 from cdgrab_experiments.steps import Collector, LateCollector
 from cdgrab_experiments.tasks.base import Problem
 
 
 def captured(problem: Problem, *, balanced: bool, source: str = "exact", workers: int = 3) -> CapturedSteps:
-    ordering = Ordering(len(problem.train[0]), batch_size=6, unit_size=1, world=World.simulated(workers))
+    ordering = Ordering(len(problem.train[0]), batch_size=6, unit_size=1, lanes=workers)
     if source == "sketch":
         ordering.attach(problem.model, source="sketch", length=2**16)  # so long that nothing is given up
     optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from _problems import PROBLEMS, config, layers
-from cdgrab import Ordering, World
+from cdgrab import Ordering
 from cdgrab_experiments import steps
 from cdgrab_experiments.repeatable import repeatable
 from cdgrab_experiments.tasks.base import Problem
@@ -15,7 +15,7 @@ from cdgrab_experiments.train import Trainer
 
 def by_hand(problem: Problem, order: str, epochs: int) -> list[float]:
     """The loop as one would write it: rows one by one, their mean to the optimizer, one step at a time."""
-    ordering = Ordering(len(problem.train[0]), batch_size=6, unit_size=1, order=order, world=World.simulated(3))
+    ordering = Ordering(len(problem.train[0]), batch_size=6, unit_size=1, order=order, lanes=3)
     parameters = list(problem.model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from _asserts import assert_permutation
-from cdgrab import ORDERS, RULES, Ordering, World
+from cdgrab import ORDERS, RULES, Ordering
 
 
 class AnySequence(RuleBasedStateMachine):
@@ -20,7 +20,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @initialize(
         length=st.integers(1, 40),
-        workers=st.integers(1, 5),
+        lanes=st.integers(1, 5),
         units_per_batch=st.integers(1, 3),
         unit_size=st.integers(1, 4),
         order=st.sampled_from(list(ORDERS)),
@@ -32,7 +32,7 @@ class AnySequence(RuleBasedStateMachine):
     def make(
         self,
         length: int,
-        workers: int,
+        lanes: int,
         units_per_batch: int,
         unit_size: int,
         order: str,
@@ -43,12 +43,12 @@ class AnySequence(RuleBasedStateMachine):
     ) -> None:
         self.length, self.named = length, named
         self.arguments: dict[str, Any] = {
-            "batch_size": workers * units_per_batch * unit_size,
+            "batch_size": lanes * units_per_batch * unit_size,
             "unit_size": unit_size,
             "order": order,
             "rule": rule,
             "block": block,
-            "world": World.simulated(workers),
+            "lanes": lanes,
             "seed": seed,
         }
         self.ordering = Ordering(length, **self.arguments)
@@ -65,10 +65,7 @@ class AnySequence(RuleBasedStateMachine):
     def observe(self, bad: float) -> None:
         batch = self.left()[: self.ordering.batch_size]
         epoch = self.ordering.epoch
-        per_worker = len(batch) // self.ordering.world.size
-        rows = torch.from_numpy(
-            self.random.standard_normal((self.ordering.world.size * -(-per_worker // self.ordering.unit_size), 3))
-        )
+        rows = torch.from_numpy(self.random.standard_normal((-(-len(batch) // self.ordering.unit_size), 3)))
         rows[0, 0] += bad
         for ordering in (self.ordering, self.twin):
             ordering.observe(rows, torch.tensor(batch) if self.named else None)
@@ -109,7 +106,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @invariant()
     def orders_are_permutations(self) -> None:
-        if self.arguments["order"] == "global-rr":  # examples move between workers, by design
+        if self.arguments["order"] == "global-rr":  # examples move between lanes, by design
             assert len(set(self.ordering.order.tolist())) == len(self.ordering.order)
             return
         for order, shard in zip(self.ordering.orders, self.shards, strict=True):

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from _inputs import randn
-from cdgrab import ORDERS, Ordering, World
+from cdgrab import ORDERS, Ordering
 from cdgrab import state as checkpoint
 
 VECTORS = randn(45, 6)
@@ -26,10 +26,11 @@ def maker(length: int = 45, **options: Any) -> Callable[[], Ordering]:
 
 
 EVERY_ORDERING = {
-    **{name: maker(order=name, world=World.simulated(4)) for name in ORDERS},
-    "pair, walk": maker(order="pair", rule="walk", world=World.simulated(4)),
-    "halving": maker(rule="halving", world=World.simulated(4)),
-    "one worker, small block": maker(block=5),
+    **{name: maker(order=name, lanes=4) for name in ORDERS},
+    "pair, walk": maker(order="pair", rule="walk", lanes=4),
+    "halving": maker(rule="halving", lanes=4),
+    "one lane, small block": maker(lanes=1, block=5),
+    "a lane for every slot": maker(),
     "units of three": maker(unit_size=3, block=1),
     "drop last": maker(49, drop_last=True),
 }
@@ -40,9 +41,7 @@ def run(ordering: Ordering, steps: int, *, named: bool = False) -> list[Any]:
     seen: list[Any] = []
     for _ in range(steps):
         batch = ordering.remaining().tolist()[: ordering.batch_size]
-        workers, size = len(ordering.world.local_workers), ordering.unit_size
-        parts = VECTORS[torch.tensor(batch) % 45].view(workers, -1, 6)
-        rows = torch.stack([unit.mean(0) for part in parts for unit in part.split(size)])
+        rows = torch.stack([unit.mean(0) for unit in VECTORS[torch.tensor(batch) % 45].split(ordering.unit_size)])
         ordering.observe(rows * len(seen), torch.tensor(batch) if named else None)
         metrics = {key: value for key, value in ordering.metrics().items() if key != "seconds"}
         seen.append((batch, ordering.epoch, ordering.order.tolist(), str(metrics)))
@@ -114,14 +113,14 @@ def test_distributed_checkpoint(tmp_path: Path) -> None:
         ({"batch_size": 8}, "saved with batch_size=12, this ordering has batch_size=8"),
         ({"order": "pair"}, "saved with order='cd-grab', this ordering has order='pair'"),
         ({"rule": "walk"}, "saved with rule='greedy', this ordering has rule='walk'"),
-        ({"world": World.simulated(3)}, "saved with world_size=4, this ordering has world_size=3"),
+        ({"lanes": 3}, "saved with lanes=4, this ordering has lanes=3"),
         ({"dataset": 44}, "saved with num_examples=45, this ordering has num_examples=44"),
     ],
 )
 def test_a_state_of_another_ordering_is_refused(options: dict[str, Any], message: str) -> None:
     saved = EVERY_ORDERING["cd-grab"]()
     run(saved, 3)
-    arguments = {"dataset": 45, "batch_size": 12, "unit_size": 1, "world": World.simulated(4), **options}
+    arguments = {"dataset": 45, "batch_size": 12, "unit_size": 1, "lanes": 4, **options}
     ordering = Ordering(arguments.pop("dataset"), **arguments)
     before = str(ordering.state_dict())
     with pytest.raises(ValueError, match=message):
@@ -131,17 +130,27 @@ def test_a_state_of_another_ordering_is_refused(options: dict[str, Any], message
 
 def with_a_wrong_order(payload: bytes) -> bytes:
     contents = torch.load(io.BytesIO(payload))
-    contents["orders"][1].fill_(0)
+    contents["order"].fill_(0)
+    return checkpoint.pack(contents)
+
+
+def with_a_unit_in_another_lane(payload: bytes) -> bytes:
+    contents = torch.load(io.BytesIO(payload))
+    contents["order"][:2] = contents["order"][:2].flip(0)
     return checkpoint.pack(contents)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda state: state.update(version=99), "the state has version 99, this release of cdgrab reads version 4"),
+        (lambda state: state.update(version=99), "the state has version 99, this release of cdgrab reads version 5"),
         (lambda state: state.pop("payload"), "not the state of an ordering: payload missing"),
         (lambda state: state.update(payload=state["payload"][:500]), "the state is damaged and cannot be read"),
-        (lambda state: state.update(payload=with_a_wrong_order(state["payload"])), "not a permutation of 11 units"),
+        (lambda state: state.update(payload=with_a_wrong_order(state["payload"])), "not a permutation of 45 units"),
+        (
+            lambda state: state.update(payload=with_a_unit_in_another_lane(state["payload"])),
+            "moves units from one lane to another",
+        ),
     ],
 )
 def test_a_damaged_state_is_refused(damage: Callable[[dict[str, Any]], None], message: str) -> None:
@@ -154,13 +163,13 @@ def test_a_damaged_state_is_refused(damage: Callable[[dict[str, Any]], None], me
     assert str(ordering.state_dict()) == before
 
 
-@pytest.mark.parametrize("turns", [2, 3])
-def test_rows_are_saved_only_while_they_wait_for_a_partner(turns: int) -> None:
-    """Or every checkpoint of a large model would hold a gradient of every worker."""
-    workers, dim = 8, 40_000  # so long that rows are balanced as they come
-    ordering = Ordering(64, batch_size=workers, unit_size=1, world=World.simulated(workers))
-    for turn in range(turns):
-        ordering.observe(randn(workers, dim, seed=turn))
+@pytest.mark.parametrize("visits", [2, 3])
+def test_rows_are_saved_only_while_they_wait_for_a_partner(visits: int) -> None:
+    """Or every checkpoint of a large model would hold a gradient for every lane."""
+    lanes, dim = 8, 40_000  # so long that rows are balanced as they come
+    ordering = Ordering(64, batch_size=lanes, unit_size=1)
+    for visit in range(visits):
+        ordering.observe(randn(lanes, dim, seed=visit))
     row = 4 * dim
     held = len(ordering.state_dict()["payload"]) - row  # the running sum is there in any case
-    assert (workers * row <= held) if turns == 3 else (held < row)
+    assert (lanes * row <= held) if visits == 3 else (held < row)

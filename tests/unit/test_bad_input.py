@@ -30,9 +30,11 @@ class Stream(IterableDataset[int]):
         (10, {"batch_size": 2.0}, r"batch_size is 2\.0; it must be a whole number"),
         (10, {"batch_size": True}, "batch_size is True"),
         (10, {"unit_size": 0}, "unit_size is 0; it must be a whole number"),
-        (10, {"unit_size": 3}, "unit_size is 3, but a worker's batch is 4 examples.*choose a divisor of 4"),
-        (10, {"unit_size": 6}, "unit_size is 6, but a worker's batch is 4 examples.*or a multiple if batches are"),
-        (10, {"world": World.simulated(3)}, "batch_size is 4, which 3 simulated workers cannot share.*multiple of 3"),
+        (10, {"unit_size": 3}, "unit_size is 3, but a batch has 4 examples.*choose a divisor of 4"),
+        (10, {"unit_size": 6}, "unit_size is 6, but a batch has 4 examples.*or a multiple if batches are"),
+        (10, {"lanes": 3, "unit_size": 1}, "lanes is 3, but the 4 units of the global batch.*choose one of 1, 2, 4"),
+        (10, {"lanes": 4}, "lanes is 4, but the 1 units of the global batch.*or another unit_size"),
+        (10, {"lanes": 0}, "lanes is 0; it must be a whole number"),
         (10, {"order": "cd_grab"}, "unknown order 'cd_grab'; choose one of rr, .*cd-grab"),
         (10, {"rule": "best"}, "unknown rule 'best'; choose one of greedy, walk, halving"),
         (10, {"seed": -1}, "seed is -1; it must be a whole number, 0 or more"),
@@ -83,14 +85,6 @@ def test_rows_that_are_refused_do_not_say_where_others_go() -> None:
     assert ordering.metrics()["nonfinite"] == 0
 
 
-def test_observing_simulated_workers() -> None:
-    ordering = Ordering(40, batch_size=8, unit_size=1, world=World.simulated(4))
-    before = state_of(ordering)
-    with pytest.raises(ValueError, match="6 rows for a batch of 8 units, 2 from each of 4 simulated workers"):
-        ordering.observe(randn(6, 3))
-    assert state_of(ordering) == before
-
-
 @pytest.mark.parametrize(
     ("pick", "count", "message"),
     [
@@ -98,9 +92,9 @@ def test_observing_simulated_workers() -> None:
         (lambda seen, free: [*free[:2], *free[:2]], 2, "has been observed already in this epoch"),
         (lambda seen, free: [*free[:2], 97, 98], 2, r"examples \[97, 98\] are named; the dataset has 12"),
         (lambda seen, free: [*free[:2], -1, -2], 2, r"the dataset has 12 of them, 0 to 11"),
-        (lambda seen, free: [free[0], free[2]], 1, r"are no unit of worker 0; name the 2 dataset indices"),
+        (lambda seen, free: [free[0], free[2]], 1, r"are no unit of this process; name the 2 dataset indices"),
         (lambda seen, free: free[:4], 3, "3 rows, but 4 named examples make 2 units of 2"),
-        (lambda seen, free: [], 1, "0 examples are named"),
+        (lambda seen, free: [], 1, "0 named examples make 0 units"),
     ],
 )
 def test_naming_units(pick: Any, count: int, message: str) -> None:
@@ -116,7 +110,7 @@ def test_naming_units(pick: Any, count: int, message: str) -> None:
 def test_naming_units_of_another_rank() -> None:
     ordering = Ordering(12, batch_size=2, unit_size=1, order="pair", world=World(0, 2))
     theirs = Ordering(12, batch_size=2, unit_size=1, order="pair", world=World(1, 2)).order[:2]
-    with pytest.raises(ValueError, match="are no unit of worker 0"):
+    with pytest.raises(ValueError, match="are no unit of this process"):
         ordering.observe(randn(2, 3), units=theirs)
 
 

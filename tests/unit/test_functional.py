@@ -57,7 +57,7 @@ def test_pair_balance_does_not_mind_a_large_mean_and_mean_balance_does_in_its_fi
 
 
 def test_wrong_shapes_are_named() -> None:
-    with pytest.raises(ValueError, match=r"shape \(3, 4\); expected workers x units x dim"):
+    with pytest.raises(ValueError, match=r"shape \(3, 4\); expected lanes x units x dim"):
         cdgrab.balance_vectors(randn(3, 4))
     with pytest.raises(ValueError, match=r"shape \(2, 6, 0\)"):
         cdgrab.balance_vectors(randn(2, 6, 0))

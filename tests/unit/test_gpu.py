@@ -9,7 +9,7 @@ import torch
 
 import cdgrab
 from _inputs import randn
-from cdgrab import Ordering, World
+from cdgrab import Ordering
 from cdgrab.balancing import recorded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -31,7 +31,7 @@ def epochs(ordering: Ordering, vectors: torch.Tensor, count: int = 2) -> list[li
 def test_orders_are_those_of_the_cpu(order: str, dim: int) -> None:
     vectors = randn(26, dim, dtype=torch.float64)
     vectors[3] = torch.nan
-    here, there = (Ordering(26, batch_size=6, unit_size=1, order=order, world=World.simulated(3)) for _ in range(2))
+    here, there = (Ordering(26, batch_size=6, unit_size=1, order=order, lanes=3) for _ in range(2))
     assert epochs(there, vectors.cuda()) == epochs(here, vectors)
 
 
@@ -41,7 +41,7 @@ def test_a_state_follows_its_rows(dim: int, order: str) -> None:
     vectors = randn(24, dim, dtype=torch.float64)
 
     def fresh() -> Ordering:
-        return Ordering(24, batch_size=3, unit_size=1, order=order, world=World.simulated(3))
+        return Ordering(24, batch_size=3, unit_size=1, order=order, lanes=3)
 
     straight, resumed = fresh(), fresh()
     for _ in range(3):
@@ -61,7 +61,7 @@ def test_vectors_on_a_gpu() -> None:
 @pytest.mark.parametrize("order", ["cd-grab", "grab"])
 def test_nothing_waits_for_the_device(dim: int, order: str) -> None:
     vectors = randn(64, dim).cuda()
-    ordering = Ordering(64, batch_size=4, unit_size=1, order=order, world=World.simulated(4))
+    ordering = Ordering(64, batch_size=4, unit_size=1, order=order, lanes=4)
     for _ in range(4):  # memory is allocated, kernels are compiled
         ordering.observe(vectors[:4])
     torch.cuda.synchronize()
@@ -78,7 +78,7 @@ def test_rows_that_wait_are_balanced_by_a_recording(monkeypatch: pytest.MonkeyPa
 
     def orders(most: int) -> tuple[list[list[int]], int]:
         monkeypatch.setattr(recorded, "_MOST_RECORDINGS", most)
-        ordering = Ordering(640, batch_size=10, unit_size=1, world=World.simulated(10), block=80)
+        ordering = Ordering(640, batch_size=10, unit_size=1, lanes=10, block=80)
         found = []
         for epoch in range(4):
             ordering.sampler.set_epoch(epoch)

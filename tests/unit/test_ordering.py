@@ -25,10 +25,8 @@ def batches(ordering: Ordering) -> list[list[int]]:
 
 
 def rows_of(ordering: Ordering, batch: list[int], vectors: torch.Tensor) -> torch.Tensor:
-    """One row per unit: the mean vector of its examples, worker by worker."""
-    workers, size = len(ordering.world.local_workers), ordering.unit_size
-    parts = [part.split(size) for part in vectors[batch].view(workers, -1, vectors.shape[1])]
-    return torch.stack([unit.mean(0) for part in parts for unit in part])
+    """One row per unit: the mean vector of its examples."""
+    return torch.stack([unit.mean(0) for unit in vectors[batch].split(ordering.unit_size)])
 
 
 def train_epoch(ordering: Ordering, vectors: torch.Tensor) -> list[list[int]]:
@@ -39,9 +37,9 @@ def train_epoch(ordering: Ordering, vectors: torch.Tensor) -> list[list[int]]:
 
 
 def test_epochs_of_cd_grab_equal_the_reference() -> None:
-    """4 simulated workers, 9 units each (odd), 3 examples per worker and step: pairs straddle steps."""
+    """4 lanes with 9 units each (odd), 3 of them in a step: pairs straddle steps."""
     vectors = randn(36, 5, dtype=torch.float64)
-    ordering = Ordering(36, batch_size=12, unit_size=1, world=World.simulated(4), seed=2)
+    ordering = Ordering(36, batch_size=12, unit_size=1, lanes=4, seed=2)
     orders_WU = torch.stack(ordering.orders)
     for epoch in range(4):
         assert ordering.epoch == epoch
@@ -51,30 +49,30 @@ def test_epochs_of_cd_grab_equal_the_reference() -> None:
         assert torch.equal(torch.stack(ordering.orders), orders_WU)
 
 
-def test_uneven_workers_equal_the_reference_with_the_short_ones_left_out_at_the_end() -> None:
-    """10 units on 4 workers: two have 3 units (one unpaired), two have 2 and repeat an example."""
+def test_uneven_lanes_equal_the_reference_with_the_short_ones_left_out_at_the_end() -> None:
+    """10 units in 4 lanes: two have 3 units (one unpaired), two have 2."""
     vectors = randn(10, 5, dtype=torch.float64)
-    ordering = Ordering(10, batch_size=4, unit_size=1, world=World.simulated(4))
+    ordering = Ordering(10, batch_size=4, unit_size=1, lanes=4)
     before = ordering.orders
     train_epoch(ordering, vectors)
     next_WU, _ = reference.pair_balance(vectors[torch.stack([order[:2] for order in before])])
-    for worker, order in enumerate(before):
-        expected = order[next_WU[worker]]
+    for lane, order in enumerate(before):
+        expected = order[next_WU[lane]]
         if len(order) == 3:
             expected = torch.stack([expected[0], order[2], expected[1]])
-        assert torch.equal(ordering.orders[worker], expected)
+        assert torch.equal(ordering.orders[lane], expected)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    ("length", "workers", "batch_size", "unit_size"),
+    ("length", "lanes", "batch_size", "unit_size"),
     [(1, 1, 1, 1), (7, 1, 3, 3), (20, 4, 8, 2), (21, 4, 8, 2), (3, 5, 5, 1), (50, 3, 12, 4), (64, 1, 16, 16)],
 )
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_every_example_once_per_epoch(
-    order: str, length: int, workers: int, batch_size: int, unit_size: int, drop_last: bool
+    order: str, length: int, lanes: int, batch_size: int, unit_size: int, drop_last: bool
 ) -> None:
-    if drop_last and length // workers < batch_size // workers:
+    if drop_last and length < batch_size:
         pytest.skip("drop_last leaves nothing, which is refused")
     vectors = randn(length, 4)
     ordering = Ordering(
@@ -82,7 +80,7 @@ def test_every_example_once_per_epoch(
         batch_size=batch_size,
         unit_size=unit_size,
         order=order,
-        world=World.simulated(workers),
+        lanes=lanes,
         drop_last=drop_last,
     )
     for epoch in range(4):
@@ -92,21 +90,25 @@ def test_every_example_once_per_epoch(
             assert len(set(delivered)) == len(delivered) == ordering.examples_per_epoch
         else:
             assert set(delivered) == set(range(length))
-            assert len(delivered) == -(-length // workers) * workers  # what is more is padding
-            assert all(set(order.tolist()) <= set(delivered) for order in ordering.orders)
+            assert len(delivered) == length
 
 
-def test_rank_and_simulation_visit_the_same_examples() -> None:
-    simulated = Ordering(30, batch_size=8, unit_size=1, order="rr", world=World.simulated(4), seed=5)
-    for rank in range(4):
-        real = Ordering(30, batch_size=2, unit_size=1, order="rr", world=World(rank, 4), seed=5)
-        for epoch in range(3):
-            simulated.set_epoch(epoch)
-            real.set_epoch(epoch)
-            assert torch.equal(real.order, simulated.orders[rank])
-            mine = np.array(list(simulated.sampler))[: 3 * 8].reshape(-1, 4, 2)[:, rank].reshape(-1)
-            assert list(real.sampler)[:6] == mine.tolist()
-        simulated.set_epoch(0)
+@pytest.mark.parametrize("order", ["rr", "global-rr", "flip-flop", "block-reversal"])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_any_number_of_ranks_visits_the_same_examples_in_the_same_steps(order: str, size: int) -> None:
+    """35 examples in global batches of 8: only who repeats an example in the last step differs."""
+    alone = Ordering(35, batch_size=8, order=order, seed=5)
+    ranks = [Ordering(35, batch_size=8 // size, order=order, seed=5, world=World(rank, size)) for rank in range(size)]
+    for epoch in range(4):
+        alone.set_epoch(epoch)
+        steps = []
+        for rank in ranks:
+            rank.set_epoch(epoch)
+            mine = list(rank.sampler)
+            steps.append([mine[i : i + rank.batch_size] for i in range(0, len(mine), rank.batch_size)])
+        for step, expected in enumerate(batches(alone)):
+            together = [example for rank in steps for example in rank[step]]
+            assert sorted(together) == sorted(expected) if len(expected) == 8 else set(expected) <= set(together)
 
 
 def test_overwriting_the_buffer_changes_nothing() -> None:
@@ -130,8 +132,7 @@ def test_overwriting_the_buffer_changes_nothing() -> None:
 def test_block_does_not_change_results(order: str, rule: str, block: int) -> None:
     vectors = randn(37, 5, dtype=torch.float64)
     one, other = (
-        Ordering(37, batch_size=6, unit_size=1, order=order, rule=rule, world=World.simulated(3), block=size)
-        for size in (None, block)
+        Ordering(37, batch_size=6, unit_size=1, order=order, rule=rule, lanes=3, block=size) for size in (None, block)
     )
     for _ in range(3):
         train_epoch(one, vectors)
@@ -158,7 +159,7 @@ def test_numpy_rows_and_rows_that_require_grad() -> None:
 
 def test_named_units_in_order_give_the_same_as_unnamed_ones() -> None:
     vectors = randn(26, 5)
-    plain, named = (Ordering(26, batch_size=8, unit_size=2, world=World.simulated(4)) for _ in range(2))
+    plain, named = (Ordering(26, batch_size=8, unit_size=2, lanes=4) for _ in range(2))
     for _ in range(3):
         for batch in batches(plain):
             rows = rows_of(plain, batch, vectors)
@@ -170,7 +171,7 @@ def test_named_units_in_order_give_the_same_as_unnamed_ones() -> None:
 def test_named_units_out_of_order() -> None:
     """Pairs are formed as rows come in; the next order follows from that sequence."""
     vectors = randn(12, 5, dtype=torch.float64)
-    ordering = Ordering(12, batch_size=3, unit_size=1)
+    ordering = Ordering(12, batch_size=3, unit_size=1, lanes=1)
     came = [batches(ordering)[i] for i in (2, 0, 3, 1)]
     for batch in came:
         ordering.observe(vectors[batch], units=torch.tensor(batch))
@@ -181,18 +182,18 @@ def test_named_units_out_of_order() -> None:
 
 def test_a_short_batch_may_come_early() -> None:
     vectors = randn(10, 3)
-    for workers, world in ((1, World()), (4, World.simulated(4))):
-        ordering = Ordering(10, batch_size=4, unit_size=1, world=world)
+    for lanes in (1, 2, 4):
+        ordering = Ordering(10, batch_size=4, unit_size=1, lanes=lanes)
         for batch in reversed(batches(ordering)):
             ordering.observe(vectors[batch], units=torch.tensor(batch))
         assert ordering.epoch == 1
         assert_permutation(ordering.order, range(10))
-        assert len(ordering.orders) == workers
+        assert len(ordering.orders) == lanes
 
 
 def test_nonfinite_rows_keep_their_pair_and_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     vectors = randn(16, 4)
-    hit, clean = (Ordering(16, batch_size=4, unit_size=1) for _ in range(2))
+    hit, clean = (Ordering(16, batch_size=4, unit_size=1, lanes=1) for _ in range(2))
     spoilt = vectors.clone()
     spoilt[hit.order[1], 2] = torch.inf
     train_epoch(hit, spoilt)
@@ -223,7 +224,7 @@ def test_nonfinite_rows_do_not_poison_later_epochs(order: str) -> None:
 
 def test_a_broken_off_epoch_yields_a_valid_order_and_visits_the_rest_next() -> None:
     vectors = randn(20, 4)
-    ordering = Ordering(20, batch_size=2, unit_size=1)
+    ordering = Ordering(20, batch_size=2, unit_size=1, lanes=1)
     first = ordering.order
     for batch in batches(ordering)[:5]:
         ordering.observe(vectors[batch])
@@ -286,21 +287,21 @@ def test_independent_ranks_draw_differently() -> None:
     rows = randn(40, 4)
     signs = []
     for rank in range(2):
-        ordering = Ordering(80, batch_size=40, unit_size=1, order="pair", rule="walk", world=World(rank, 2))
+        ordering = Ordering(80, batch_size=40, unit_size=1, order="pair", rule="walk", lanes=2, world=World(rank, 2))
         ordering.observe(rows)
-        signs.append(tuple(ordering._orders[0].tolist()))
+        signs.append(tuple(ordering.order.argsort().tolist()))
     assert signs[0] != signs[1]
 
 
-def test_default_unit_is_a_workers_batch() -> None:
+def test_default_unit_is_a_batch() -> None:
     assert Ordering(64, batch_size=16).unit_size == 16
-    assert Ordering(64, batch_size=16, world=World.simulated(4)).unit_size == 4
+    assert Ordering(64, batch_size=16, order="rr").unit_size == 1
 
 
 def test_memory_does_not_grow_over_epochs() -> None:
     """Even one byte per unit and epoch left behind would show: 4096 of them in 100 epochs."""
     vectors = randn(4096, 3)
-    ordering = Ordering(4096, batch_size=512, unit_size=1, world=World.simulated(4))
+    ordering = Ordering(4096, batch_size=512, unit_size=1, lanes=4)
     train_epoch(ordering, vectors)
     tracemalloc.start()
     for _ in range(20):
@@ -325,8 +326,7 @@ def test_long_rows_give_the_orders_of_waiting_ones(
     vectors = randn(22, 1 << 15, dtype=torch.float64)
     vectors[5] = torch.nan
     direct, waiting = (
-        Ordering(22, batch_size=3, unit_size=1, order=order, rule=rule, world=World.simulated(3), block=block)
-        for block in (None, 9)
+        Ordering(22, batch_size=3, unit_size=1, order=order, rule=rule, lanes=3, block=block) for block in (None, 9)
     )
     for _ in range(2):
         train_epoch(direct, vectors)
@@ -338,7 +338,7 @@ def test_long_rows_give_the_orders_of_waiting_ones(
 
 def test_long_rows_equal_the_reference() -> None:
     vectors = randn(15, 1 << 15, dtype=torch.float64)
-    ordering = Ordering(15, batch_size=3, unit_size=1, world=World.simulated(3))
+    ordering = Ordering(15, batch_size=3, unit_size=1, lanes=3)
     before = torch.stack(ordering.orders)
     train_epoch(ordering, vectors)
     expected = before.gather(1, reference.pair_balance(vectors[before])[0])
@@ -351,7 +351,7 @@ def test_cores_do_not_change_signs(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        signs = Balancer(Greedy()).balance(rows, minus)
+        signs = Balancer(Greedy()).balance_visits(rows[:, None], minus[:, None])
     finally:
         torch.set_num_threads(before)
     assert assert_follows_the_rule(rows - minus, signs) == 1.0
@@ -429,7 +429,7 @@ def test_several_steps_at_once(order: str, dim: int, per_step: int) -> None:
     vectors = randn(3 * 2 * 7 - 1, dim)
 
     def orders(steps_at_once: int) -> list[list[int]]:
-        ordering = Ordering(len(vectors), batch_size=3 * per_step, unit_size=1, order=order, world=World.simulated(3))
+        ordering = Ordering(len(vectors), batch_size=3 * per_step, unit_size=1, order=order, lanes=3)
         found = []
         for epoch in range(3):
             ordering.set_epoch(epoch)
@@ -447,7 +447,7 @@ def test_several_steps_at_once(order: str, dim: int, per_step: int) -> None:
 
 
 def test_more_steps_than_are_left() -> None:
-    ordering = Ordering(8, batch_size=2, unit_size=1, world=World.simulated(2))
+    ordering = Ordering(8, batch_size=2, unit_size=1, lanes=2)
     with pytest.raises(ValueError, match="10 rows for a batch of 8 units"):
         ordering.observe(torch.ones(5, 2, 3))
     with pytest.raises(ValueError, match="without units="):

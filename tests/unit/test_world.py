@@ -5,13 +5,13 @@ import pytest
 from cdgrab import World
 
 
-def test_detect_without_process_group_is_one_worker() -> None:
+def test_detect_without_process_group_is_one_process() -> None:
     assert World.detect() == World(rank=0, size=1)
 
 
-def test_simulated_workers_are_all_local() -> None:
-    assert list(World.simulated(3).local_workers) == [0, 1, 2]
-    assert list(World(rank=1, size=3).local_workers) == [1]
+def test_simulated_workers_are_lanes_now() -> None:
+    with pytest.raises(ValueError, match=r"World\.simulated\(3\) is gone.*pass lanes=3"):
+        World.simulated(3)
 
 
 def test_forgotten_initialisation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,10 +24,9 @@ def test_forgotten_initialisation_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     ("arguments", "message"),
     [
         ({"size": 0}, "world size is 0; it must be at least 1"),
-        ({"rank": 3, "size": 3}, "rank is 3; with 3 workers it must be 0 to 2"),
-        ({"rank": 1, "size": 3, "one_process": True}, "a simulated world has one process"),
+        ({"rank": 3, "size": 3}, "rank is 3; with 3 processes it must be 0 to 2"),
     ],
 )
 def test_nonsense_is_refused(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        World(**arguments)  # type: ignore[arg-type]
+        World(**arguments)

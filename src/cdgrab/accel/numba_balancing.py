@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +20,6 @@ import numpy.typing as npt
 import torch
 
 from cdgrab.balancing.rules import FloatArray
-from cdgrab.lanes import IntArray
 
 Array = npt.NDArray[Any]
 
@@ -53,47 +51,34 @@ def row_signs(rows_KD: Array, running_sum_D: Array, thresholds_K: FloatArray) ->
     return decided_4K
 
 
-def turn_signs(
-    rows_mWD: torch.Tensor,
-    minus_mWD: torch.Tensor,
+def visit_signs(
+    rows_pLD: torch.Tensor,
+    minus_pLD: torch.Tensor,
     scratch_2D: Array,
     running_sum_D: Array,
     thresholds_K: FloatArray,
 ) -> FloatArray:
-    """As `row_signs`, for the rows `rows - minus` turn by turn, wherever they lie: nothing is copied or written down.
+    """As `row_signs`, for the rows `rows - minus` visit by visit, wherever they lie: nothing is copied.
 
-    Turns may have two dimensions, `S x m x W x D`, where those of several steps do not lie at equal distances.
     Rows that are long enough for it occupy as many cores as PyTorch is set to use. `scratch_2D`, which must hold
     finite numbers, is overwritten with such.
     """
-    *turns, workers, dim = rows_mWD.shape
-    decided_4K = np.zeros((4, math.prod(turns) * workers))
-    rows, rows_starts_m, rows_worker = _laid_out(rows_mWD)
-    minus, minus_starts_m, minus_worker = _laid_out(minus_mWD)
+    visits, lanes, dim = rows_pLD.shape
+    decided_4K = np.zeros((4, visits * lanes))
+    rows, minus = _laid_out(rows_pLD), _laid_out(minus_pLD)
     parallel = dim >= ALL_CORES and use_threads(torch.get_num_threads())
-    kernel, sizes = _difference_kernel(parallel), (workers, rows_worker, minus_worker)
     with in_turn(parallel):
-        kernel(rows, rows_starts_m, minus, minus_starts_m, sizes, scratch_2D, running_sum_D, thresholds_K, decided_4K)
+        _difference_kernel(parallel)(*rows, *minus, lanes, scratch_2D, running_sum_D, thresholds_K, decided_4K)
     return decided_4K
 
 
-def _laid_out(rows_mWD: torch.Tensor) -> tuple[Array, IntArray, int]:
-    """The stretch of memory in which rows lie, where each turn begins in it, and how far it is to the next worker."""
-    if rows_mWD.stride(-1) != 1:
-        rows_mWD = rows_mWD.contiguous()
-    *turns, workers, dim = rows_mWD.shape
-    *strides, worker, _ = rows_mWD.stride()
-    starts_m = _starts(tuple(turns), tuple(strides))
-    flat: Array = rows_mWD.as_strided((int(starts_m[-1]) + (workers - 1) * worker + dim,), (1,)).numpy()
-    return flat, starts_m, worker
-
-
-@functools.lru_cache(maxsize=16)  # from step to step it is the same
-def _starts(turns: tuple[int, ...], strides: tuple[int, ...]) -> IntArray:
-    starts_m = np.arange(turns[-1]) * strides[-1]
-    if len(turns) == 2:
-        starts_m = np.add.outer(np.arange(turns[0]) * strides[0], starts_m).reshape(-1)
-    return starts_m
+def _laid_out(rows_pLD: torch.Tensor) -> tuple[Array, int, int]:
+    """The stretch of memory in which rows lie, and how far it is from visit to visit and from lane to lane."""
+    if rows_pLD.stride(-1) != 1:
+        rows_pLD = rows_pLD.contiguous()
+    (visits, lanes, dim), (visit, lane, _) = rows_pLD.shape, rows_pLD.stride()
+    flat: Array = rows_pLD.as_strided(((visits - 1) * visit + (lanes - 1) * lane + dim,), (1,)).numpy()
+    return flat, visit, lane
 
 
 # Sums may be reordered (that is what makes them fast), but NaN must stay NaN: hence not all of numba's `fastmath`.
@@ -131,24 +116,23 @@ def _difference_kernel(parallel: bool) -> Callable[..., None]:
 
     @numba.njit(parallel=parallel, nogil=True, fastmath=REORDER)
     def kernel(  # type: ignore[no-untyped-def]
-        rows, rows_starts, minus, minus_starts, sizes, scratch, running_sum, thresholds, decided
+        rows, rows_visit, rows_lane, minus, minus_visit, minus_lane, lanes, scratch, running_sum, thresholds, decided
     ):
-        """Two rows of a turn at a time, from their own small table, added while the next two are read.
+        """Two rows of a visit at a time, from their own small table, added while the next two are read.
 
         Memory is what limits long rows, and this spares it. `scratch` holds finite numbers before and after. Rows of
-        different turns never share a table: what is rounded how must not depend on how many turns came together.
+        different visits never share a table: what is rounded how must not depend on how many visits came together.
         """
         zero, one = running_sum.dtype.type(0), running_sum.dtype.type(1)
-        workers, rows_worker, minus_worker = sizes
-        dim, last = running_sum.shape[0], workers - 1
+        dim, last = running_sum.shape[0], lanes - 1
         sign = sign_other = zero  # nothing to be added yet
-        for turn in range(decided.shape[1] // workers):
-            for worker in range(0, workers, 2):
+        for visit in range(decided.shape[1] // lanes):
+            for lane in range(0, lanes, 2):
                 # A row without a partner is paired with nothing: itself times zero.
-                partner, factor = (worker + 1, one) if worker < last else (worker, zero)
-                at, at_minus = rows_starts[turn], minus_starts[turn]
-                first, first_minus = at + worker * rows_worker, at_minus + worker * minus_worker
-                second, second_minus = at + partner * rows_worker, at_minus + partner * minus_worker
+                partner, factor = (lane + 1, one) if lane < last else (lane, zero)
+                at, at_minus = visit * rows_visit, visit * minus_visit
+                first, first_minus = at + lane * rows_lane, at_minus + lane * minus_lane
+                second, second_minus = at + partner * rows_lane, at_minus + partner * minus_lane
                 x_row, x_minus = rows[first : first + dim], minus[first_minus : first_minus + dim]
                 y_row, y_minus = rows[second : second + dim], minus[second_minus : second_minus + dim]
                 s = s_other = b2 = b2_other = gram = zero
@@ -164,7 +148,7 @@ def _difference_kernel(parallel: bool) -> Callable[..., None]:
                     b2 += x * x
                     b2_other += y * y
                     gram += x * y
-                k, other = turn * workers + worker, turn * workers + partner
+                k, other = visit * lanes + lane, visit * lanes + partner
                 first_counts, second_counts = b2 < np.inf, b2_other < np.inf
                 sign = one if not first_counts or s <= thresholds[k] else -one
                 if first_counts and second_counts:

@@ -31,16 +31,16 @@ _BLOCK = 64
 
 
 class Rows(NamedTuple):
-    """Where row `n` begins: at turn `n // num_workers` and worker `n % num_workers`."""
+    """Where row `n` begins: at visit `n // num_lanes` and lane `n % num_lanes`."""
 
     first: Tensor
-    num_workers: int
-    turn_stride: int
+    num_lanes: int
+    visit_stride: int
     row_stride: int
 
     @classmethod
-    def of(cls, rows_mWD: Tensor) -> Rows:
-        return cls(rows_mWD, rows_mWD.shape[1], rows_mWD.stride(0), rows_mWD.stride(1))
+    def of(cls, rows_mLD: Tensor) -> Rows:
+        return cls(rows_mLD, rows_mLD.shape[1], rows_mLD.stride(0), rows_mLD.stride(1))
 
     @property
     def count(self) -> int:
@@ -111,7 +111,7 @@ def balance_blocks(rows: Rows, minus: Rows, running_sum_D: Tensor, thresholds_N:
     width = math.ceil(dim / (programs * columns)) * columns
     programs = math.ceil(dim / width)
     gram_BPKK = torch.empty(num_blocks, programs, _BLOCK, _BLOCK, dtype=torch.float32, device=device)
-    where = (rows.num_workers, rows.turn_stride, rows.row_stride, minus.turn_stride, minus.row_stride)
+    where = (rows.num_lanes, rows.visit_stride, rows.row_stride, minus.visit_stride, minus.row_stride)
     _grams[(programs, num_blocks)](
         rows.first,
         minus.first,
@@ -283,10 +283,10 @@ def _grams(
     rows,
     minus,
     partial,
-    num_workers,
-    turn_stride,
+    num_lanes,
+    visit_stride,
     row_stride,
-    minus_turn_stride,
+    minus_visit_stride,
     minus_row_stride,
     count,
     dim,
@@ -302,9 +302,9 @@ def _grams(
     end = tl.minimum(begin + width, dim)
     k = tl.arange(0, ROWS)
     row = block * ROWS + k[:, None]
-    turn, worker = row // num_workers, row % num_workers
-    mine = rows + turn * turn_stride + worker * row_stride
-    theirs = minus + turn * minus_turn_stride + worker * minus_row_stride
+    visit, lane = row // num_lanes, row % num_lanes
+    mine = rows + visit * visit_stride + lane * row_stride
+    theirs = minus + visit * minus_visit_stride + lane * minus_row_stride
     gram = tl.zeros([ROWS, ROWS], tl.float32)
     for start in range(begin, end, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
@@ -325,10 +325,10 @@ def _step(
     decided,
     dots,
     arrived,
-    num_workers,
-    turn_stride,
+    num_lanes,
+    visit_stride,
     row_stride,
-    minus_turn_stride,
+    minus_visit_stride,
     minus_row_stride,
     block,
     count,
@@ -350,18 +350,18 @@ def _step(
             k = start + tile
             weight = tl.load(decided + count + k, mask=k < count, other=0.0).to(tl.float32)
             counts = inside & (weight != 0)  # a row that is not finite is not even read
-            turn, worker = k // num_workers, k % num_workers
-            x = tl.load(rows + turn * turn_stride + worker * row_stride + column, mask=counts, other=0.0)
-            x -= tl.load(minus + turn * minus_turn_stride + worker * minus_row_stride + column, mask=counts, other=0.0)
+            visit, lane = k // num_lanes, k % num_lanes
+            x = tl.load(rows + visit * visit_stride + lane * row_stride + column, mask=counts, other=0.0)
+            x -= tl.load(minus + visit * minus_visit_stride + lane * minus_row_stride + column, mask=counts, other=0.0)
             r += tl.sum(weight * x, 0)[None, :]
         tl.store(running_sum + column, r, mask=inside)
     if AFTER:
         for start in range(0, ROWS, TILE):
             k = block * ROWS + start + tile
             counts = inside & (k < count)
-            turn, worker = k // num_workers, k % num_workers
-            x = tl.load(rows + turn * turn_stride + worker * row_stride + column, mask=counts, other=0.0)
-            x -= tl.load(minus + turn * minus_turn_stride + worker * minus_row_stride + column, mask=counts, other=0.0)
+            visit, lane = k // num_lanes, k % num_lanes
+            x = tl.load(rows + visit * visit_stride + lane * row_stride + column, mask=counts, other=0.0)
+            x -= tl.load(minus + visit * minus_visit_stride + lane * minus_row_stride + column, mask=counts, other=0.0)
             tl.store(dots + program * ROWS + start + tl.arange(0, TILE), tl.sum(x * r, 1))
         tl.debug_barrier()  # all stores of this program come before its arrival
         if tl.atomic_add(arrived + block, 1, sem="acq_rel") == tl.num_programs(0) - 1:

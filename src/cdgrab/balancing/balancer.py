@@ -52,54 +52,54 @@ class Balancer:
         self.tally, self.witness = Tally(), Witness()
         self.rule.start_epoch(epoch, num_rows)
 
-    def balance(self, rows_KD: Tensor, minus_KD: Tensor | None = None) -> Signs:
-        """Decide the signs of the next rows, `rows - minus` (float32 or float64; nothing is kept by reference).
+    def balance(self, rows_KD: Tensor) -> Signs:
+        """Decide the signs of the next rows (float32 or float64; nothing is kept by reference).
 
         Signs of rows on a GPU are a tensor of numbers there: asking for their values would make the host wait.
         """
         if len(rows_KD) == 0:
             return np.empty(0, dtype=np.int8)
+        deciding_KD, watched_Kw = self._split(rows_KD)
+        signs = self._balance(deciding_KD)
         if self.watched:
-            whole = rows_KD if minus_KD is None else rows_KD - minus_KD
-            signs = self._balance(whole[:, : -self.watched], None)
-            self.witness.add(whole[:, -self.watched :], signs)
-            return signs
-        return self._balance(rows_KD, minus_KD)
+            self.witness.add(watched_Kw, signs)
+        return signs
 
-    def _balance(self, rows_KD: Tensor, minus_KD: Tensor | None) -> Signs:
+    def balance_visits(self, rows_pLD: Tensor, minus_pLD: Tensor) -> Signs:
+        """Decide the signs of the rows `rows - minus` visit by visit, lane by lane: `p * L` of them."""
+        rows, watched_rows = self._split(rows_pLD)
+        minus, watched_minus = self._split(minus_pLD)
+        signs = self._balance_visits(rows, minus)
+        if self.watched:
+            self.witness.add((watched_rows - watched_minus).flatten(0, 1), signs)
+        return signs
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers that decide, and the witnesses."""
+        end = rows.shape[-1] - self.watched
+        return rows[..., :end], rows[..., end:]
+
+    def _balance(self, rows_KD: Tensor) -> Signs:
         self._make_room(rows_KD)
         if rows_KD.device.type != "cpu":
-            return self._balance_blocks(rows_KD, minus_KD)
-        if compiled.available():
-            if minus_KD is None:
-                return self._balance_compiled(rows_KD)
-            return self._turns_compiled(rows_KD[None], minus_KD[None])
-        if minus_KD is None and rows_KD.shape[1] <= _TABLE_PAYS:
             return self._balance_blocks(rows_KD, None)
-        return self._balance_rows(rows_KD, minus_KD)
+        if compiled.available():
+            rows = rows_KD.contiguous().numpy()
+            thresholds_K = self.rule.thresholds(len(rows), lambda: compiled.lengths(rows))
+            return self._counted(compiled.row_signs(rows, self.running_sum.numpy(), thresholds_K))
+        return self._balance_blocks(rows_KD, None) if rows_KD.shape[1] <= _TABLE_PAYS else self._balance_rows(rows_KD)
 
-    def balance_turns(self, rows_mWD: Tensor, minus_mWD: Tensor) -> Signs:
-        """The rows `rows - minus` turn by turn, worker by worker: `m * W` signs.
-
-        Turns may have two dimensions, if they are balanced by compiled code.
-        """
-        if self.watched:
-            w = self.watched
-            signs = self._balance_turns(rows_mWD[..., :-w], minus_mWD[..., :-w])
-            self.witness.add((rows_mWD[..., -w:] - minus_mWD[..., -w:]).reshape(-1, w), signs)
-            return signs
-        return self._balance_turns(rows_mWD, minus_mWD)
-
-    def _balance_turns(self, rows_mWD: Tensor, minus_mWD: Tensor) -> Signs:
-        if rows_mWD.device.type == "cpu" and compiled.available():
-            return self._turns_compiled(rows_mWD, minus_mWD)
-        if not tables.takes_blocks(rows_mWD, minus_mWD):
-            signs = [self._balance(rows, minus) for rows, minus in zip(rows_mWD, minus_mWD, strict=True)]
-            late = [part for part in signs if isinstance(part, Tensor)]
-            return torch.cat(late) if late else np.concatenate(signs)
-        self._make_room(rows_mWD)
+    def _balance_visits(self, rows_pLD: Tensor, minus_pLD: Tensor) -> Signs:
+        self._make_room(rows_pLD)
+        if rows_pLD.device.type == "cpu":
+            if compiled.available():
+                return self._visits_compiled(rows_pLD, minus_pLD)
+            return self._balance((rows_pLD - minus_pLD).flatten(0, 1))
+        if not tables.takes_blocks(rows_pLD, minus_pLD):
+            signs = [self._balance_blocks(rows, minus) for rows, minus in zip(rows_pLD, minus_pLD, strict=True)]
+            return torch.cat([torch.as_tensor(part) for part in signs])
         balance_blocks = self.blocks or tables.balance_blocks
-        decided_4N = balance_blocks(rows_mWD, minus_mWD, self.running_sum, self.rule)
+        decided_4N = balance_blocks(rows_pLD, minus_pLD, self.running_sum, self.rule)
         self.tally.add_decided(decided_4N)
         return decided_4N[0]
 
@@ -125,51 +125,39 @@ class Balancer:
             self.scratch = like.new_zeros(num_rows, like.shape[-1])
         return self.scratch
 
-    def _balance_rows(self, rows_KD: Tensor, minus_KD: Tensor | None) -> SignArray:
+    def _balance_rows(self, rows_KD: Tensor) -> SignArray:
         """Row by row: on a CPU a Gram matrix of long rows costs more than it saves.
 
         NumPy's calls cost less than PyTorch's, PyTorch's use all cores; hence one for rows up to a certain length and
         the other beyond.
         """
         threads = rows_KD.shape[1] >= compiled.ALL_CORES
-        r_D = self.running_sum if threads else self.running_sum.numpy()
-        row_D = self._scratch(1, rows_KD)[0] if threads else self._scratch(1, rows_KD)[0].numpy()
-        rows = rows_KD if threads else rows_KD.numpy()
-        minus = minus_KD if threads or minus_KD is None else minus_KD.numpy()
+        r_D: Any = self.running_sum if threads else self.running_sum.numpy()
+        rows: Any = rows_KD if threads else rows_KD.numpy()
         module: Any = torch if threads else np
         decided_4K = np.zeros((4, len(rows)))
-        thresholds_K = self.rule.thresholds(
-            len(rows), lambda: compiled.lengths(rows_KD.numpy(), None if minus_KD is None else minus_KD.numpy())
-        ).tolist()
+        thresholds_K = self.rule.thresholds(len(rows), lambda: compiled.lengths(rows_KD.numpy())).tolist()
         with np.errstate(all="ignore"):
             for k in range(len(rows)):
-                d_D = rows[k] if minus is None else module.subtract(rows[k], minus[k], out=row_D)
-                length = module.dot(d_D, d_D).item()
+                length = module.dot(rows[k], rows[k]).item()
                 if not length < math.inf:
                     decided_4K[0, k] = 1
                     continue
-                s = module.dot(d_D, r_D).item()
+                s = module.dot(rows[k], r_D).item()
                 sign = 1 if s <= thresholds_K[k] else -1
-                (module.add if sign == 1 else module.subtract)(r_D, d_D, out=r_D)
+                (module.add if sign == 1 else module.subtract)(r_D, rows[k], out=r_D)
                 decided_4K[:, k] = sign, sign, s, length
         return self._counted(decided_4K)
 
-    def _balance_compiled(self, rows_KD: Tensor) -> SignArray:
-        rows = rows_KD.contiguous().numpy()
-        thresholds_K = self.rule.thresholds(len(rows), lambda: compiled.lengths(rows))
-        return self._counted(compiled.row_signs(rows, self.running_sum.numpy(), thresholds_K))
-
-    def _turns_compiled(self, rows_mWD: Tensor, minus_mWD: Tensor) -> SignArray:
-        self._make_room(rows_mWD)
-        *turns, workers, dim = rows_mWD.shape
+    def _visits_compiled(self, rows_pLD: Tensor, minus_pLD: Tensor) -> SignArray:
+        visits, lanes, _ = rows_pLD.shape
         thresholds_K = self.rule.thresholds(
-            math.prod(turns) * workers,
-            lambda: compiled.lengths(rows_mWD.reshape(-1, dim).numpy(), minus_mWD.reshape(-1, dim).numpy()),
+            visits * lanes,
+            lambda: compiled.lengths(rows_pLD.flatten(0, 1).numpy(), minus_pLD.flatten(0, 1).numpy()),
         )
-        scratch_2D = self._scratch(2, rows_mWD).numpy()
-        return self._counted(
-            compiled.turn_signs(rows_mWD, minus_mWD, scratch_2D, self.running_sum.numpy(), thresholds_K)
-        )
+        scratch_2D = self._scratch(2, rows_pLD).numpy()
+        running_sum_D = self.running_sum.numpy()
+        return self._counted(compiled.visit_signs(rows_pLD, minus_pLD, scratch_2D, running_sum_D, thresholds_K))
 
     def _counted(self, decided_4K: FloatArray) -> SignArray:
         self.tally.add(decided_4K)

@@ -1,21 +1,30 @@
 """What gets balanced: differences of pairs, or gradients minus last epoch's mean.
 
-A centring takes the rows of all workers turn by turn and yields *balancing rows* in balancing order: turn by turn,
-within a turn worker by worker. They come as two tensors, to be subtracted by whoever uses them, so that long rows need
-not be written down. What is yielded is to be used before the next is asked for. Whatever a centring keeps, it copies.
+A centring takes the rows of all lanes visit by visit and yields *balancing rows* in balancing order: visit by visit,
+within a visit lane by lane. They come as two tensors, to be subtracted by whoever uses them, so that long rows need not
+be copied. What is yielded is to be used before the next is asked for. Whatever a centring keeps, it copies.
 
-Shapes: `b` turns, `m` balancing rows of each worker, `W` workers, `D` dimensions.
+Shapes: `m` visits, `p` balancing rows of each lane, `L` lanes, `D` dimensions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-Differences = Iterator[tuple[Tensor, Tensor]]
+from cdgrab.lanes import BoolArray
+
+
+class Centred(NamedTuple):
+    """Balancing rows `rows - minus`; `lanes_pL` says which of them there are, None: all."""
+
+    rows_pLD: Tensor
+    minus_pLD: Tensor
+    lanes_pL: BoolArray | None
 
 
 class Centring(Protocol):
@@ -25,18 +34,8 @@ class Centring(Protocol):
 
     def start_epoch(self) -> None: ...
 
-    def add(self, rows_bWD: Tensor) -> Differences:
-        """Take the next `b` turns of workers in step; yields `m x W x D` rows and what to subtract from them.
-
-        Turns may have two dimensions, in and out: `S x t x W x D`, of several steps.
-        """
-
-    @property
-    def in_step(self) -> bool:
-        """Whether all workers wait for the same half of a pair. They fall out of step where their last turns differ."""
-
-    def add_one(self, row_D: Tensor, worker: int) -> Differences:
-        """Take the next turn of one worker; yields `1 x 1 x D`."""
+    def add(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> Iterator[Centred]:
+        """Take the rows of the next visits; `counts_mL` says which of them are units, None: all."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -44,118 +43,93 @@ class Centring(Protocol):
 
 
 class PairDifferences:
-    """PairBalance: first of a pair minus second. Whatever the rows have in common cancels; no mean is needed."""
+    """PairBalance: first of a pair minus second. Whatever the rows have in common cancels; no mean is needed.
+
+    A pair is two consecutive visits of a lane. If the lane has no unit in one of them, the other stays alone.
+    """
 
     units_per_row = 2
 
-    def __init__(self, num_workers: int) -> None:
-        self._held_WD = torch.zeros(num_workers, 0)
-        self._holding = [False] * num_workers
+    def __init__(self, num_lanes: int) -> None:
+        self._held_LD = torch.zeros(num_lanes, 0)
+        self._held_counts_L = np.ones(num_lanes, dtype=bool)
+        self._holding = False
 
     def start_epoch(self) -> None:
-        self._holding = [False] * len(self._holding)
+        self._holding = False
 
-    def add(self, rows_bWD: Tensor) -> Differences:
-        holding = self._holding[0]
-        if rows_bWD.ndim == 4:
-            if not holding and rows_bWD.shape[1] % 2 == 0:  # pairs lie within steps
-                yield rows_bWD[:, 0::2], rows_bWD[:, 1::2]
-                return
-            rows_bWD = rows_bWD.flatten(0, 1)
-        if holding:
-            yield self._held_WD[None], rows_bWD[:1]
-        start, turns = int(holding), rows_bWD.shape[0]
-        paired = start + (turns - start) // 2 * 2
+    def add(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> Iterator[Centred]:
+        start, visits = int(self._holding), len(rows_mLD)
+        if self._holding:
+            counts_L = True if counts_mL is None else counts_mL[0]
+            yield Centred(self._held_LD[None], rows_mLD[:1], _or_none(self._held_counts_L[None] & counts_L))
+        paired = start + (visits - start) // 2 * 2
         if paired > start:
-            yield rows_bWD[start:paired:2], rows_bWD[start + 1 : paired : 2]
-        if paired < turns:
-            self._make_room(rows_bWD)
-            self._held_WD.copy_(rows_bWD[paired])
-        self._holding = [paired < turns] * len(self._holding)
-
-    def add_one(self, row_D: Tensor, worker: int) -> Differences:
-        if self._holding[worker]:
-            yield self._held_WD[None, worker, None], row_D[None, None]
-        else:
-            self._make_room(row_D)
-            self._held_WD[worker].copy_(row_D)
-        self._holding[worker] = not self._holding[worker]
-
-    @property
-    def in_step(self) -> bool:
-        return len(set(self._holding)) == 1
+            both = None if counts_mL is None else counts_mL[start:paired:2] & counts_mL[start + 1 : paired : 2]
+            yield Centred(rows_mLD[start:paired:2], rows_mLD[start + 1 : paired : 2], _or_none(both))
+        self._holding = paired < visits
+        if self._holding:
+            if self._held_LD.shape[1] != rows_mLD.shape[2]:
+                self._held_LD = torch.empty_like(rows_mLD[0], memory_format=torch.contiguous_format)
+            self._held_LD.copy_(rows_mLD[paired])
+            self._held_counts_L[:] = True if counts_mL is None else counts_mL[paired]
 
     def state_dict(self) -> dict[str, Any]:
         # Only rows that wait for a partner are state; the others are left over from earlier pairs.
-        waiting_W = torch.tensor(self._holding)
-        return {"held": self._held_WD[waiting_W.to(self._held_WD.device)], "holding": waiting_W}
+        held = self._held_LD if self._holding else self._held_LD[:0]
+        return {"held": held.clone(), "counts": torch.from_numpy(self._held_counts_L.copy()), "holding": self._holding}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        held_hD, waiting_W = state["held"], state["holding"]
-        self._held_WD = held_hD.new_zeros(len(waiting_W), held_hD.shape[1])
-        self._held_WD[waiting_W.to(held_hD.device)] = held_hD
-        self._holding = waiting_W.tolist()
-
-    def _make_room(self, rows: Tensor) -> None:
-        if self._held_WD.shape[1] != rows.shape[-1]:
-            self._held_WD = rows.new_zeros(len(self._holding), rows.shape[-1])
+        held_LD, self._holding = state["held"], state["holding"]
+        self._held_counts_L = state["counts"].cpu().numpy().copy()
+        num_lanes = len(self._held_counts_L)
+        self._held_LD = held_LD.clone() if self._holding else held_LD.new_zeros(num_lanes, held_LD.shape[1])
 
 
 class MeanCentred:
-    """MeanBalance: each row minus its worker's mean row of the epoch before (zero in the first epoch).
+    """MeanBalance: each row minus its lane's mean row of the epoch before (zero in the first epoch).
 
-    The mean is per worker: a unit only ever changes places with units of its own worker, so what all of them
-    have in common is the worker's mean, not everybody's.
+    The mean is per lane: a unit only ever changes places with units of its own lane, so what all of them have in common
+    is the lane's mean, not everybody's.
     """
 
     units_per_row = 1
-    in_step = True
 
-    def __init__(self, num_workers: int) -> None:
-        self._mean_WD = torch.zeros(num_workers, 0)
-        self._total_WD = torch.zeros(num_workers, 0)
-        self._count_W = torch.zeros(num_workers)
+    def __init__(self, num_lanes: int) -> None:
+        self._mean_LD = torch.zeros(num_lanes, 0)
+        self._total_LD = torch.zeros(num_lanes, 0)
+        self._count_L = torch.zeros(num_lanes)
 
     def start_epoch(self) -> None:
-        seen_W = self._count_W > 0
-        mean_WD = self._total_WD / self._count_W.clamp(min=1)[:, None]
-        self._mean_WD = torch.where(seen_W[:, None], mean_WD, self._mean_WD)
-        self._total_WD = torch.zeros_like(self._total_WD)
-        self._count_W = torch.zeros_like(self._count_W)
+        seen_L = self._count_L > 0
+        mean_LD = self._total_LD / self._count_L.clamp(min=1)[:, None]
+        self._mean_LD = torch.where(seen_L[:, None], mean_LD, self._mean_LD)
+        self._total_LD = torch.zeros_like(self._total_LD)
+        self._count_L = torch.zeros_like(self._count_L)
 
-    def add(self, rows_bWD: Tensor) -> Differences:
-        if rows_bWD.ndim == 4:
-            rows_bWD = rows_bWD.flatten(0, 1)
-        self._make_room(rows_bWD)
-        yield rows_bWD, self._mean_WD.expand_as(rows_bWD)
-        # The total is taken of the rows as they came, not of the centred ones.
-        finite_bW = _finite(rows_bWD)
-        self._total_WD += torch.where(finite_bW[..., None], rows_bWD, 0.0).sum(0)
-        self._count_W += finite_bW.sum(0)
-
-    def add_one(self, row_D: Tensor, worker: int) -> Differences:
-        self._make_room(row_D)
-        yield row_D[None, None], self._mean_WD[None, worker, None]
-        finite = _finite(row_D)
-        self._total_WD[worker] += torch.where(finite, row_D, 0.0)
-        self._count_W[worker] += finite
+    def add(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> Iterator[Centred]:
+        if self._mean_LD.shape[1] != rows_mLD.shape[2]:
+            self._mean_LD = rows_mLD.new_zeros(len(self._count_L), rows_mLD.shape[2])
+            self._total_LD = torch.zeros_like(self._mean_LD)
+            self._count_L = rows_mLD.new_zeros(len(self._count_L))
+        yield Centred(rows_mLD, self._mean_LD.expand_as(rows_mLD), _or_none(counts_mL))
+        # The total is taken of the rows as they came, not of the centred ones. A row counts if its squared length is
+        # finite, as in the balancer; nothing here waits for a device.
+        counts = torch.isfinite(rows_mLD.square().sum(-1))
+        if counts_mL is not None:
+            counts &= torch.from_numpy(counts_mL).to(counts.device)
+        self._total_LD += torch.where(counts[..., None], rows_mLD, 0.0).sum(0)
+        self._count_L += counts.sum(0)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mean": self._mean_WD.clone(), "total": self._total_WD.clone(), "count": self._count_W.clone()}
+        return {"mean": self._mean_LD.clone(), "total": self._total_LD.clone(), "count": self._count_L.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._mean_WD, self._total_WD, self._count_W = (state[key].clone() for key in ("mean", "total", "count"))
-
-    def _make_room(self, rows: Tensor) -> None:
-        if self._mean_WD.shape[1] != rows.shape[-1]:
-            self._mean_WD = rows.new_zeros(len(self._count_W), rows.shape[-1])
-            self._total_WD = torch.zeros_like(self._mean_WD)
-            self._count_W = rows.new_zeros(len(self._count_W))
+        self._mean_LD, self._total_LD, self._count_L = (state[key].clone() for key in ("mean", "total", "count"))
 
 
-def _finite(rows: Tensor) -> Tensor:
-    """Whether each row's squared length is finite: the test the balancer applies, without a synchronisation."""
-    return torch.isfinite((rows * rows).sum(-1))
+def _or_none(lanes_pL: BoolArray | None) -> BoolArray | None:
+    return None if lanes_pL is None or lanes_pL.all() else lanes_pL
 
 
 CENTRINGS: dict[str, Callable[[int], Centring]] = {"pair": PairDifferences, "mean": MeanCentred}

@@ -40,34 +40,34 @@ class RecordedBlocks:
         self._left = _MOST_RECORDINGS
         self._pool: Any | None = None  # what a replay leaves is copied at once, so recordings may share their memory
 
-    def __call__(self, rows_mWD: Tensor, minus_mWD: Tensor, running_sum_D: Tensor, rule: Rule) -> Tensor:
+    def __call__(self, rows_mLD: Tensor, minus_mLD: Tensor, running_sum_D: Tensor, rule: Rule) -> Tensor:
         """As `tables.balance_blocks`."""
         # Other rules draw thresholds; and somebody may be recording a step with all of this in it.
-        short = rows_mWD.shape[2] < LONG_ROW
+        short = rows_mLD.shape[2] < LONG_ROW
         if not (short and type(rule) is Greedy) or torch.cuda.is_current_stream_capturing():
-            return tables.balance_blocks(rows_mWD, minus_mWD, running_sum_D, rule)
-        place = (rows_mWD.data_ptr(), minus_mWD.data_ptr(), running_sum_D.data_ptr())
-        key = (place, rows_mWD.shape, rows_mWD.stride(), minus_mWD.stride(), rows_mWD.device)
+            return tables.balance_blocks(rows_mLD, minus_mLD, running_sum_D, rule)
+        place = (rows_mLD.data_ptr(), minus_mLD.data_ptr(), running_sum_D.data_ptr())
+        key = (place, rows_mLD.shape, rows_mLD.stride(), minus_mLD.stride(), rows_mLD.device)
         recorded = self._recorded.get(key)
         if recorded is None and key in self._known and self._left > 0:
-            recorded = self._record(key, rows_mWD, minus_mWD, running_sum_D, rule)
+            recorded = self._record(key, rows_mLD, minus_mLD, running_sum_D, rule)
         if recorded is None:
             if len(self._known) > _MOST_KNOWN:
                 self._known.clear()
             self._known.add(key)
-            return tables.balance_blocks(rows_mWD, minus_mWD, running_sum_D, rule)
+            return tables.balance_blocks(rows_mLD, minus_mLD, running_sum_D, rule)
         recorded.graph.replay()
         return recorded.decided_4N.clone()
 
     def _record(
-        self, key: Hashable, rows_mWD: Tensor, minus_mWD: Tensor, running_sum_D: Tensor, rule: Rule
+        self, key: Hashable, rows_mLD: Tensor, minus_mLD: Tensor, running_sum_D: Tensor, rule: Rule
     ) -> _Recorded | None:
         self._left -= 1
         graph = torch.cuda.CUDAGraph()
-        thresholds_N = tables.thresholds(rows_mWD, minus_mWD, rule)
+        thresholds_N = tables.thresholds(rows_mLD, minus_mLD, rule)
         try:
-            with recording(graph, rows_mWD.device, self._pool):
-                decided_4N = tables.balance_blocks(rows_mWD, minus_mWD, running_sum_D, rule)
+            with recording(graph, rows_mLD.device, self._pool):
+                decided_4N = tables.balance_blocks(rows_mLD, minus_mLD, running_sum_D, rule)
         except RuntimeError as error:  # too little memory
             self._left = 0
             log.warning("balancing cannot be recorded as a CUDA graph, and is done without: %s", error)

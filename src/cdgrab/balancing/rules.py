@@ -93,7 +93,7 @@ class Walk:
 
 
 class Halving:
-    """Kernel halving with the linear kernel, for any number of workers.
+    """Kernel halving with the linear kernel, for any number of lanes.
 
     `v`, twice the squared sub-Gaussian constant of the running sum, starts each epoch at 0. For row `k` (counted
     from 1 within the epoch) of squared length `b2`:
@@ -102,7 +102,7 @@ class Halving:
         a   = max(b2, sqrt(b2 * v * lam))          the row is `+1` iff s <= u * a
         v  += b2 * max(0, 2 + (b2 - 2a) v / a^2)
 
-    Published for one worker; with several, `rows` and `k` count the pairs of all workers that share a running sum.
+    Published for one lane; with several, `rows` and `k` count the pairs of all lanes that share a running sum.
 
     Args:
         rng: Source of the draws.

@@ -1,7 +1,9 @@
-"""Rows of all workers in, next order out: centring x rule x (one running sum or one per worker).
+"""Rows of all lanes in, next order out: centring x rule x (one running sum or one per lane).
 
 Short rows wait until there are many of them: signs are due only at the end of the epoch, and a block of short rows
 costs hardly more than one. Long rows are balanced as they come.
+
+Shapes: `m` visits, `p` balancing rows of each lane, `L` lanes, `D` dimensions; `K` rows.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from cdgrab.balancing.centring import CENTRINGS
 from cdgrab.balancing.recorded import LONG_ROW, RecordedBlocks
 from cdgrab.balancing.rules import Rule, RuleMaker
 from cdgrab.balancing.tally import Tally, Witness
-from cdgrab.lanes import IntArray
+from cdgrab.lanes import BoolArray, IntArray
 from cdgrab.orders import Balanced, Herded
 from cdgrab.orders.decisions import Decisions
+from cdgrab.orders.fill import from_lanes, next_order, padded
 from cdgrab.orders.herding import greedy_herding
 
-# Rows wait until they fill about this many numbers (4 MiB of float32) or this many turns.
+# Rows wait until they fill about this many numbers (4 MiB of float32) or this many visits.
 _WAITING_NUMBERS = 1 << 20
-_WAITING_TURNS = 1024
+_WAITING_VISITS = 1024
 # Long rows gain nothing by waiting, and are never stored. Nor do shorter ones, on a CPU with numba, if this many
 # numbers come together.
 _ENOUGH = 1 << 16
@@ -43,14 +46,25 @@ class Sorter(Protocol):
     def rules(self) -> list[Rule]:
         """The rules, one for each running sum."""
 
-    def start_epoch(self, epoch: int, visits: IntArray) -> None:
-        """Begin; `visits` says how many units each worker is going to visit."""
+    def start_epoch(self, epoch: int, visited_L: IntArray) -> None:
+        """Begin; `visited_L` says how many units of each lane are going to be visited."""
+
+    def add(self, rows_mLD: Tensor, counts_mL: BoolArray | None = None) -> None:
+        """Take the rows of the next visits. Nothing of `rows_mLD` is kept by reference.
+
+        `counts_mL` says which of them are units, None: all. Lanes that miss one visit may have a unit in a later one.
+        """
 
     def close(self) -> None:
         """No more rows this epoch."""
 
-    def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray) -> IntArray:
-        """The next order of a worker, after `close`."""
+    def arrange(self, units_VJ: IntArray, lanes: slice) -> IntArray:
+        """The next order of some lanes, after `close`.
+
+        Args:
+            units_VJ: Their units, visit by visit as they were observed, then the others; -1 where there is none.
+            lanes: Which of the lanes these are.
+        """
 
     def tallies(self) -> list[Tally]: ...
 
@@ -59,22 +73,12 @@ class Sorter(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class RowSorter(Sorter, Protocol):
-    """A sorter that takes whole rows."""
-
-    def add(self, rows_bWD: Tensor) -> None:
-        """Take the next `b` rows of every worker, turn by turn. Nothing of `rows_bWD` is kept by reference."""
-
-    def add_one(self, row_D: Tensor, worker: int) -> None:
-        """Take the next row of one worker."""
-
-
 class SignSorter:
     """Balances rows online; memory does not grow with the number of units but for one sign each.
 
     Args:
         spec: What is balanced and with whom.
-        rngs: A random generator for every worker whose rows come in.
+        rngs: A random generator for every lane whose rows come in.
         make_rule: Makes the rule of one running sum from a random generator.
         block: Rows to collect before balancing; by default as many as fill about 4 MiB.
         watched: Numbers at the end of a row that are witnesses (`cdgrab.balancing.tally`).
@@ -88,7 +92,6 @@ class SignSorter:
         block: int | None = None,
         watched: int = 0,
     ) -> None:
-        self._workers = self._tiled = np.arange(len(rngs))
         self._centring = CENTRINGS[spec.centring](len(rngs))
         self._balancers = [
             Balancer(make_rule(rng), watched=watched) for rng in (rngs[:1] if spec.coordinated else rngs)
@@ -96,139 +99,117 @@ class SignSorter:
         if len(self._balancers) == 1:
             self._balancers[0].blocks = RecordedBlocks()
         self._block = block
-        self._waiting_TWD = torch.zeros(0, len(rngs), 0)
+        self._waiting_VLD = torch.zeros(0, len(rngs), 0)
         self._num_waiting = 0
-        self.decisions = Decisions()
+        self.decisions = self._new_decisions()
 
     @property
     def rules(self) -> list[Rule]:
         return [balancer.rule for balancer in self._balancers]
 
-    def start_epoch(self, epoch: int, visits: IntArray) -> None:
+    def start_epoch(self, epoch: int, visited_L: IntArray) -> None:
         self._centring.start_epoch()
         self._num_waiting = 0
-        self.decisions = Decisions()
-        rows_W = visits // self._centring.units_per_row
-        per_chain = rows_W.tolist() if len(self._balancers) > 1 else [int(rows_W.sum())]
-        for balancer, num_rows in zip(self._balancers, per_chain, strict=True):
+        self.decisions = self._new_decisions()
+        rows_L = visited_L // self._centring.units_per_row
+        per_sum = rows_L.tolist() if len(self._balancers) > 1 else [int(rows_L.sum())]
+        for balancer, num_rows in zip(self._balancers, per_sum, strict=True):
             balancer.start_epoch(epoch, num_rows)
 
-    def add(self, rows_bWD: Tensor) -> None:
-        """Turns may have two dimensions, `S x t x W x D`: those of several steps, which are joined only if need be."""
-        enough = rows_bWD.shape[-1] >= LONG_ROW or (rows_bWD.numel() >= _ENOUGH and _compiled(rows_bWD))
-        directly = enough and self._block is None and self._centring.in_step
-        if rows_bWD.ndim == 4 and not (directly and _compiled(rows_bWD)):
-            rows_bWD = rows_bWD.flatten(0, 1)
-        if not self._centring.in_step:
-            for rows_WD in rows_bWD:
-                for worker, row_D in enumerate(rows_WD):
-                    self.add_one(row_D, worker)
-            return
-        if directly:
+    def add(self, rows_mLD: Tensor, counts_mL: BoolArray | None = None) -> None:
+        # What is rounded how must not depend on how many visits come together: whole ones go their usual way.
+        whole = len(rows_mLD) if counts_mL is None else int(counts_mL.all(1).cumprod().sum())
+        if whole:
+            self._add_whole(rows_mLD[:whole])
+        if counts_mL is not None and whole < len(rows_mLD):
             self._flush()
-            for rows, minus in self._centring.add(rows_bWD):
-                self._decide_turns(rows, minus)
+            self._balance(rows_mLD[whole:], counts_mL[whole:])
+
+    def _add_whole(self, rows_mLD: Tensor) -> None:
+        enough = rows_mLD.shape[-1] >= LONG_ROW or (rows_mLD.numel() >= _ENOUGH and _compiled(rows_mLD))
+        if enough and self._block is None:
+            self._flush()
+            self._balance(rows_mLD)
             return
-        self._make_room(rows_bWD)
-        start, turns, room = 0, rows_bWD.shape[0], self._waiting_TWD.shape[0]
-        while start < turns:
-            taken = min(turns - start, room - self._num_waiting)
+        self._make_room(rows_mLD)
+        start, visits, room = 0, len(rows_mLD), len(self._waiting_VLD)
+        while start < visits:
+            taken = min(visits - start, room - self._num_waiting)
             if taken == room:  # as many as would be waited for: no need to store them
-                self._balance(rows_bWD[start : start + taken])
+                self._balance(rows_mLD[start : start + taken])
                 start += taken
                 continue
-            self._waiting_TWD[self._num_waiting : self._num_waiting + taken] = rows_bWD[start : start + taken]
+            self._waiting_VLD[self._num_waiting : self._num_waiting + taken] = rows_mLD[start : start + taken]
             self._num_waiting += taken
             start += taken
             if self._num_waiting == room:
                 self._flush()
 
-    def add_one(self, row_D: Tensor, worker: int) -> None:
-        self._flush()
-        for rows, minus in self._centring.add_one(row_D, worker):
-            self._decide(rows[0] - minus[0], np.array([worker]))
-
     def close(self) -> None:
         self._flush()
 
-    def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray) -> IntArray:
-        return self.decisions.arrange(worker, visited_N, unvisited_M)
+    def arrange(self, units_VJ: IntArray, lanes: slice) -> IntArray:
+        return next_order(units_VJ, padded(self.decisions.of_units()[:, lanes], len(units_VJ)))
 
     def tallies(self) -> list[Tally]:
         settled = [(balancer, balancer.tally.settled()) for balancer in self._balancers]
         return [balancer.witness.seen_by(tally) if balancer.watched else tally for balancer, tally in settled]
 
+    def _new_decisions(self) -> Decisions:
+        return Decisions(self._waiting_VLD.shape[1], paired=self._centring.units_per_row == 2)
+
     def _flush(self) -> None:
         """Balance the rows that wait."""
         waiting, self._num_waiting = self._num_waiting, 0
         if waiting:
-            self._balance(self._waiting_TWD[:waiting])
+            self._balance(self._waiting_VLD[:waiting])
 
-    def _balance(self, rows_bWD: Tensor) -> None:
-        for rows, minus in self._centring.add(rows_bWD):
-            if rows.is_cuda or _compiled(rows):
-                self._decide_turns(rows, minus)
-                continue
-            self._decide((rows - minus).flatten(0, 1), self._workers_of(rows.shape[0]))
+    def _balance(self, rows_mLD: Tensor, counts_mL: BoolArray | None = None) -> None:
+        for rows_pLD, minus_pLD, lanes_pL in self._centring.add(rows_mLD, counts_mL):
+            if lanes_pL is not None:
+                signs = self._of_some(rows_pLD, minus_pLD, lanes_pL)
+            elif len(self._balancers) == 1:
+                signs = self._balancers[0].balance_visits(rows_pLD, minus_pLD)
+            else:
+                parts = [
+                    torch.as_tensor(balancer.balance_visits(rows_pLD[:, lane, None], minus_pLD[:, lane, None]))
+                    for lane, balancer in enumerate(self._balancers)
+                ]
+                signs = torch.stack(parts, dim=1).flatten()
+            self.decisions.append(signs, lanes_pL)
 
-    def _decide_turns(self, rows_mWD: Tensor, minus_mWD: Tensor) -> None:
-        """As `_decide`, for whole turns; rows stay where they are, and on a GPU nobody waits for signs.
-
-        With numba, what is rounded how does not depend on how many turns come together, nor on whether they waited.
-        """
+    def _of_some(self, rows_pLD: Tensor, minus_pLD: Tensor, lanes_pL: BoolArray) -> Signs:
+        """Signs of rows that not all lanes have, each with its own lane's running sum or all with the one."""
+        index = torch.from_numpy(np.flatnonzero(lanes_pL)).to(rows_pLD.device)
+        rows_KD = rows_pLD.flatten(0, 1)[index] - minus_pLD.flatten(0, 1)[index]
         if len(self._balancers) == 1:
-            signs: Signs = self._balancers[0].balance_turns(rows_mWD, minus_mWD)
-        else:
-            alone = [
-                torch.as_tensor(balancer.balance_turns(rows_mWD[..., worker, None, :], minus_mWD[..., worker, None, :]))
-                for worker, balancer in enumerate(self._balancers)
-            ]
-            signs = torch.stack(alone, dim=1).flatten()
-        self._append(self._workers_of(rows_mWD.shape[:-2].numel()), signs)
+            return self._balancers[0].balance(rows_KD)
+        lane_K = np.nonzero(lanes_pL)[1]
+        signs_K = np.empty(len(lane_K), dtype=np.int8)
+        for lane in np.unique(lane_K):
+            mine_K = lane_K == lane
+            rows = rows_KD[torch.from_numpy(np.flatnonzero(mine_K)).to(rows_KD.device)]
+            signs_K[mine_K] = torch.as_tensor(self._balancers[lane].balance(rows)).cpu().numpy()
+        return signs_K
 
-    def _decide(self, rows_ND: Tensor, workers_N: IntArray) -> None:
-        """Balance rows, each with its own worker's running sum or all with the one."""
-        if len(self._balancers) == 1:
-            signs_N: Signs = self._balancers[0].balance(rows_ND)
-        else:
-            signs_N = np.empty(len(workers_N), dtype=np.int8)
-            for worker in np.unique(workers_N):
-                mine_N = workers_N == worker
-                index = torch.from_numpy(mine_N).to(rows_ND.device)
-                signs_N[mine_N] = torch.as_tensor(self._balancers[worker].balance(rows_ND[index])).cpu().numpy()
-        self._append(workers_N, signs_N)
-
-    def _append(self, workers_N: IntArray, signs_N: Signs) -> None:
-        if self._centring.units_per_row == 2:
-            self.decisions.append_pairs(workers_N, signs_N)
-        else:
-            self.decisions.append(workers_N, signs_N)
-
-    def _workers_of(self, turns: int) -> IntArray:
-        """The workers of the rows of so many turns; kept, since it is mostly the same number."""
-        if len(self._tiled) != turns * len(self._workers):
-            self._tiled = np.tile(self._workers, turns)
-        return self._tiled
-
-    def turns_together(self, rows: Tensor) -> int:
-        """How many turns of rows like these are balanced together, if they come one by one."""
-        num_workers, dim = len(self._workers), rows.shape[-1]
+    def visits_together(self, rows: Tensor) -> int:
+        """How many visits with rows like these are balanced together, if they come one by one."""
+        num_lanes, dim = self._waiting_VLD.shape[1], rows.shape[-1]
         if self._block is not None:
-            return max(1, self._block // num_workers)
+            return max(1, self._block // num_lanes)
         if dim >= LONG_ROW:
             return 1
-        return max(2, min(_WAITING_TURNS, _WAITING_NUMBERS // (num_workers * dim)) // 2 * 2)
+        return max(2, min(_WAITING_VISITS, _WAITING_NUMBERS // (num_lanes * dim)) // 2 * 2)
 
-    def _make_room(self, rows_bWD: Tensor) -> None:
-        _, num_workers, dim = rows_bWD.shape
-        if self._waiting_TWD.shape[2] != dim:
-            self._waiting_TWD = rows_bWD.new_zeros(self.turns_together(rows_bWD), num_workers, dim)
+    def _make_room(self, rows_mLD: Tensor) -> None:
+        if self._waiting_VLD.shape[2] != rows_mLD.shape[2]:
+            self._waiting_VLD = rows_mLD.new_zeros(self.visits_together(rows_mLD), *rows_mLD.shape[1:])
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "centring": self._centring.state_dict(),
-            "room": self._waiting_TWD.shape[0],
-            "waiting": self._waiting_TWD[: self._num_waiting].clone(),
+            "room": len(self._waiting_VLD),
+            "waiting": self._waiting_VLD[: self._num_waiting].clone(),
             "decisions": self.decisions.state_dict(),
             "running_sums": [balancer.running_sum.clone() for balancer in self._balancers],
             "tallies": [asdict(balancer.tally.settled()) for balancer in self._balancers],
@@ -240,8 +221,8 @@ class SignSorter:
         self._centring.load_state_dict(state["centring"])
         waiting = state["waiting"]
         self._num_waiting = waiting.shape[0]
-        self._waiting_TWD = waiting.new_zeros(state["room"], *waiting.shape[1:])
-        self._waiting_TWD[: self._num_waiting] = waiting
+        self._waiting_VLD = waiting.new_zeros(state["room"], *waiting.shape[1:])
+        self._waiting_VLD[: self._num_waiting] = waiting
         self.decisions.load_state_dict(state["decisions"])
         for i, balancer in enumerate(self._balancers):
             balancer.running_sum = state["running_sums"][i].clone()
@@ -253,32 +234,34 @@ class SignSorter:
 class HerdingSorter:
     """Keeps every row of the epoch and herds them greedily at its end: `O(units * dim)` memory."""
 
-    def __init__(self, num_workers: int) -> None:
-        self.decisions = Decisions()  # stays empty: greedy herding knows no signs
-        self._rows: list[list[Tensor]] = [[] for _ in range(num_workers)]
+    def __init__(self, num_lanes: int) -> None:
+        self.decisions = Decisions(num_lanes, paired=False)  # stays empty: greedy herding knows no signs
+        self._rows: list[list[Tensor]] = [[] for _ in range(num_lanes)]
         self._herded: list[IntArray] = []
         self.rules: list[Rule] = []  # nothing is drawn
 
-    def start_epoch(self, epoch: int, visits: IntArray) -> None:  # noqa: ARG002
+    def start_epoch(self, epoch: int, visited_L: IntArray) -> None:  # noqa: ARG002
         for rows in self._rows:
             rows.clear()
 
-    def add(self, rows_bWD: Tensor) -> None:
-        for worker, rows in enumerate(self._rows):
-            rows.extend(rows_bWD[:, worker].clone())
-
-    def add_one(self, row_D: Tensor, worker: int) -> None:
-        self._rows[worker].append(row_D.clone())
+    def add(self, rows_mLD: Tensor, counts_mL: BoolArray | None = None) -> None:
+        for lane, rows in enumerate(self._rows):
+            mine_mD = rows_mLD[:, lane]
+            if counts_mL is not None:
+                mine_mD = mine_mD[torch.from_numpy(np.flatnonzero(counts_mL[:, lane])).to(mine_mD.device)]
+            rows.extend(mine_mD.clone())
 
     def close(self) -> None:
         self._herded = greedy_herding([torch.stack(rows) if rows else torch.zeros(0, 0) for rows in self._rows])
 
-    def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray) -> IntArray:
-        herded = self._herded[worker]
-        left_out = np.setdiff1d(np.arange(len(visited_N)), herded)  # rows that were not finite
-        half = len(herded) // 2
-        front, back = visited_N[herded[:half]], visited_N[herded[half:]]
-        return np.concatenate([front, visited_N[left_out], unvisited_M, back])
+    def arrange(self, units_VJ: IntArray, lanes: slice) -> IntArray:
+        found = []
+        for units_V, herded in zip(units_VJ.T, self._herded[lanes], strict=True):
+            mine = units_V[units_V >= 0]
+            left_out = np.setdiff1d(np.arange(len(mine)), herded)  # rows that were not finite, units not visited
+            half = len(herded) // 2
+            found.append(np.concatenate([mine[herded[:half]], mine[left_out], mine[herded[half:]]]))
+        return from_lanes(found)
 
     def tallies(self) -> list[Tally]:
         rows = sum(len(rows) for rows in self._rows)
@@ -297,7 +280,7 @@ def make_sorter(
     make_rule: RuleMaker,
     block: int | None = None,
     watched: int = 0,
-) -> RowSorter:
+) -> Sorter:
     """The sorter of an order that needs gradients; the last `watched` numbers of a row are witnesses."""
     if isinstance(spec, Herded):
         return HerdingSorter(len(rngs))

@@ -100,29 +100,29 @@ def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, wei
     running_sum_D.addmv_(differences_KD.T, weights_K.to(running_sum_D.dtype))
 
 
-def takes_blocks(rows_mWD: Tensor, minus_mWD: Tensor) -> bool:
+def takes_blocks(rows_mLD: Tensor, minus_mLD: Tensor) -> bool:
     """Whether `balance_blocks` is the way for these rows: longer ones are better read in few passes."""
-    return rows_mWD.shape[2] < LONG_ON_GPU and takes_triton(rows_mWD, minus_mWD)
+    return rows_mLD.shape[2] < LONG_ON_GPU and takes_triton(rows_mLD, minus_mLD)
 
 
-def balance_blocks(rows_mWD: Tensor, minus_mWD: Tensor, running_sum_D: Tensor, rule: Rule) -> Tensor:
-    """Decide the signs of all the rows `rows - minus`, turn by turn, and add them to the running sum.
+def balance_blocks(rows_mLD: Tensor, minus_mLD: Tensor, running_sum_D: Tensor, rule: Rule) -> Tensor:
+    """Decide the signs of all the rows `rows - minus`, visit by visit, and add them to the running sum.
 
     The same as `table`, `decide` and `advance` for one block of rows after the other.
     """
     from cdgrab.accel import triton_balancing as kernels
 
-    limits_N = thresholds(rows_mWD, minus_mWD, rule)
-    return kernels.balance_blocks(kernels.Rows.of(rows_mWD), kernels.Rows.of(minus_mWD), running_sum_D, limits_N)
+    limits_N = thresholds(rows_mLD, minus_mLD, rule)
+    return kernels.balance_blocks(kernels.Rows.of(rows_mLD), kernels.Rows.of(minus_mLD), running_sum_D, limits_N)
 
 
-def thresholds(rows_mWD: Tensor, minus_mWD: Tensor, rule: Rule) -> Tensor:
+def thresholds(rows_mLD: Tensor, minus_mLD: Tensor, rule: Rule) -> Tensor:
     """Of the rows `rows - minus`, where they are."""
     thresholds_N = rule.thresholds(
-        rows_mWD.shape[0] * rows_mWD.shape[1],
-        lambda: _finite((rows_mWD - minus_mWD).square().sum(-1).flatten().double().cpu().numpy()),
+        rows_mLD.shape[0] * rows_mLD.shape[1],
+        lambda: _finite((rows_mLD - minus_mLD).square().sum(-1).flatten().double().cpu().numpy()),
     )
-    return _on_device(thresholds_N, rows_mWD.device)
+    return _on_device(thresholds_N, rows_mLD.device)
 
 
 def decide_there(table_KK1: Tensor, thresholds_K: Tensor) -> Tensor:

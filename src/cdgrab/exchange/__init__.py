@@ -1,4 +1,4 @@
-"""How rows of different workers come together. Swapping an exchange changes cost, never results (`sketch` aside)."""
+"""How rows of different ranks come together. Swapping an exchange changes cost, never results (`sketch` aside)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from cdgrab.exchange.base import BoolArray, Exchange
+from cdgrab.exchange.base import Exchange
 from cdgrab.exchange.gather import Gather
 from cdgrab.exchange.local import Local
 from cdgrab.exchange.server import Server
@@ -36,7 +36,6 @@ def name_of(exchange: Exchange) -> str | None:
 
 __all__ = [
     "EXCHANGES",
-    "BoolArray",
     "Exchange",
     "ExchangeMaker",
     "Gather",

@@ -1,23 +1,20 @@
-"""What an exchange does: this process's rows in, the rows of every worker that shares a running sum out."""
+"""What an exchange does: the rows of this process's lanes in, the rows of all lanes that share a running sum out."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-from cdgrab.orders.decisions import Decided
-
-BoolArray = npt.NDArray[np.bool_]
+from cdgrab.lanes import BoolArray
+from cdgrab.orders.fill import SignArray
 
 
 class Exchange(Protocol):
     """Brings together the rows of one step.
 
-    Shapes: `m` turns of this process's `L` local workers go in, of all `W` workers come out. The columns may be fewer
-    than went in: a slice of them, or a sketch.
+    Shapes: `m` visits of this process's `J` lanes go in, of all `L` lanes come out. The columns may be fewer than went
+    in: a slice of them, or a sketch.
 
     Attributes:
         bytes_sent: Bytes this rank has sent so far.
@@ -25,11 +22,11 @@ class Exchange(Protocol):
 
     bytes_sent: int
 
-    def collect(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> tuple[Tensor | None, BoolArray | None]:
-        """Return `rows_mWD` and `counts_mW`: which rows are units; the others are ignored. None: all of them are.
+    def collect(self, rows_mJD: Tensor) -> Tensor | None:
+        """Return `rows_mLD`, or None on a rank that leaves the balancing to another one."""
 
-        No rows at all are returned on a rank that leaves the balancing to another one.
-        """
+    def counts(self, counts_mJ: BoolArray) -> BoolArray:
+        """Return which of all lanes have a unit, where a rank knows only its own, and has another number of visits."""
 
-    def share(self, decided: Decided) -> Decided:
-        """Workers and signs of the epoch, in balancing order; from whoever balanced to everyone."""
+    def share(self, signs_PL: SignArray) -> SignArray:
+        """The signs of the epoch, from whoever decided them to everyone."""

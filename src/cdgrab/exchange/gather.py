@@ -5,13 +5,12 @@ Simple and exact, and the yardstick for cheaper exchanges; its traffic is `W / 2
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdgrab.exchange.base import BoolArray
-from cdgrab.orders.decisions import Decided
+from cdgrab.lanes import BoolArray
+from cdgrab.orders.fill import SignArray
 
 
 class Gather:
@@ -21,21 +20,33 @@ class Gather:
         self._group = group
         self.bytes_sent = 0
 
-    def collect(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> tuple[Tensor, BoolArray | None]:
-        return self._all_gather(rows_mLD), self.gather_counts(rows_mLD, counts_mL)
+    def collect(self, rows_mJD: Tensor) -> Tensor:
+        return by_lane(self._all_gather(rows_mJD))
 
-    def gather_counts(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> BoolArray:
-        """Which rows of all workers are units; ranks may differ in it at the end of an epoch."""
-        everything = np.ones(rows_mLD.shape[:2], dtype=np.uint8)
-        mine = torch.tensor(everything if counts_mL is None else counts_mL.astype(np.uint8), device=rows_mLD.device)
-        return self._all_gather(mine).cpu().numpy().astype(bool)
+    def counts(self, counts_mJ: BoolArray) -> BoolArray:
+        device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
+        lengths = self._all_gather(torch.tensor([len(counts_mJ)], device=device))
+        visits = int(torch.cat(lengths).max())
+        mine = torch.zeros(visits, counts_mJ.shape[1], dtype=torch.uint8)
+        mine[: len(counts_mJ)] = torch.from_numpy(counts_mJ)
+        return by_lane(self._all_gather(mine.to(device))).cpu().numpy().astype(bool)
 
-    def share(self, decided: Decided) -> Decided:
-        return decided
+    def share(self, signs_PL: SignArray) -> SignArray:
+        return signs_PL
 
-    def _all_gather(self, local_mL: Tensor) -> Tensor:
+    def _all_gather(self, mine: Tensor) -> list[Tensor]:
         size = dist.get_world_size(self._group)
-        parts = [torch.empty_like(local_mL, memory_format=torch.contiguous_format) for _ in range(size)]
-        dist.all_gather(parts, local_mL.contiguous(), group=self._group)
-        self.bytes_sent += (size - 1) * local_mL.numel() * local_mL.element_size()
-        return torch.cat(parts, dim=1)
+        parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(size)]
+        dist.all_gather(parts, mine.contiguous(), group=self._group)
+        self.bytes_sent += (size - 1) * mine.numel() * mine.element_size()
+        return parts
+
+
+def by_lane(parts: list[Tensor]) -> Tensor:
+    """`m x L ...` from every rank's `m x J ...`: lane `l` of all is lane `l // W` of rank `l mod W`.
+
+    Example:
+        >>> by_lane([torch.tensor([[0, 2]]), torch.tensor([[1, 3]])])
+        tensor([[0, 1, 2, 3]])
+    """
+    return torch.stack(parts, dim=2).flatten(1, 2)

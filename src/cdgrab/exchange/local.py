@@ -1,11 +1,11 @@
-"""Everything is here already: one worker, or all workers simulated in one process."""
+"""Everything is here already: one process has all lanes."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from cdgrab.exchange.base import BoolArray
-from cdgrab.orders.decisions import Decided
+from cdgrab.lanes import BoolArray
+from cdgrab.orders.fill import SignArray
 
 
 class Local:
@@ -13,8 +13,11 @@ class Local:
 
     bytes_sent = 0
 
-    def collect(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> tuple[Tensor, BoolArray | None]:
-        return rows_mLD, counts_mL
+    def collect(self, rows_mJD: Tensor) -> Tensor:
+        return rows_mJD
 
-    def share(self, decided: Decided) -> Decided:
-        return decided
+    def counts(self, counts_mJ: BoolArray) -> BoolArray:
+        return counts_mJ
+
+    def share(self, signs_PL: SignArray) -> SignArray:
+        return signs_PL

@@ -5,14 +5,13 @@ The paper's architecture as drawn. All traffic ends at one rank, but the others 
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdgrab.exchange.base import BoolArray
-from cdgrab.exchange.gather import Gather
-from cdgrab.orders.decisions import Decided
+from cdgrab.exchange.gather import Gather, by_lane
+from cdgrab.lanes import BoolArray
+from cdgrab.orders.fill import SignArray
 
 
 class Server:
@@ -23,25 +22,26 @@ class Server:
         self._counts = Gather(group)
         self.bytes_sent = 0
 
-    def collect(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> tuple[Tensor | None, BoolArray | None]:
-        counts_mW = self._counts.gather_counts(rows_mLD, counts_mL)
-        rows_mLD = rows_mLD.contiguous()
+    def collect(self, rows_mJD: Tensor) -> Tensor | None:
+        rows_mJD = rows_mJD.contiguous()
         serving = dist.get_rank(self._group) == 0
-        parts = [torch.empty_like(rows_mLD) for _ in range(dist.get_world_size(self._group))] if serving else None
-        dist.gather(rows_mLD, parts, group=self._group, group_dst=0)
+        parts = [torch.empty_like(rows_mJD) for _ in range(dist.get_world_size(self._group))] if serving else None
+        dist.gather(rows_mJD, parts, group=self._group, group_dst=0)
         if parts is None:
-            self.bytes_sent += rows_mLD.numel() * rows_mLD.element_size()
-            return None, counts_mW
-        return torch.cat(parts, dim=1), counts_mW
+            self.bytes_sent += rows_mJD.numel() * rows_mJD.element_size()
+            return None
+        return by_lane(parts)
 
-    def share(self, decided: Decided) -> Decided:
-        serving = dist.get_rank(self._group) == 0
-        length = torch.tensor([len(decided[0])])
+    def counts(self, counts_mJ: BoolArray) -> BoolArray:
+        return self._counts.counts(counts_mJ)
+
+    def share(self, signs_PL: SignArray) -> SignArray:
+        serving, num_lanes = dist.get_rank(self._group) == 0, signs_PL.shape[1]
+        length = torch.tensor([len(signs_PL)])
         dist.broadcast(length, group=self._group, group_src=0)
-        packed = torch.zeros(2, int(length), dtype=torch.int64)
+        shared = torch.zeros(int(length), num_lanes, dtype=torch.int8)
         if serving:
-            packed = torch.from_numpy(np.stack([decided[0], decided[1].astype(np.int64)]))
-            self.bytes_sent += (dist.get_world_size(self._group) - 1) * packed.numel() * 8
-        dist.broadcast(packed, group=self._group, group_src=0)
-        workers, signs = packed.numpy()
-        return workers, signs.astype(np.int8)
+            shared = torch.from_numpy(signs_PL)
+            self.bytes_sent += (dist.get_world_size(self._group) - 1) * shared.numel()
+        dist.broadcast(shared, group=self._group, group_src=0)
+        return shared.numpy()

@@ -1,13 +1,13 @@
 """Exact coordination at the price of an all-reduce.
 
 An all-reduce is a reduce-scatter followed by an all-gather. Replace the reduce-scatter by an all-to-all: the same bytes
-leave every rank, but rank `i` now holds *every* worker's slice `i` instead of their sum. It can still add them up, for
+leave every rank, but rank `i` now holds *every* lane's slice `i` instead of their sum. It can still add them up, for
 the averaged gradient that training wants; and it can compute the slice's part of the table of inner products. The
-`W x (W + 1)` tables are summed over ranks with one tiny all-reduce, and every rank knows every sign.
+`L x (L + 1)` tables are summed over ranks with one tiny all-reduce, and every rank knows every sign.
 
 The table of a pair is under way while the next step computes: it is waited for when the next pair begins.
 
-Shapes: `W` workers, `c` coordinates of a slice.
+Shapes: `L` lanes, `J` of them on each of `W` ranks, `m` visits, `c` coordinates of a slice.
 """
 
 from __future__ import annotations
@@ -24,34 +24,36 @@ from torch import Tensor
 from cdgrab.balancing.rules import Rule
 from cdgrab.balancing.tables import advance, decide, difference_table
 from cdgrab.balancing.tally import Tally
-from cdgrab.exchange.base import BoolArray
-from cdgrab.exchange.gather import Gather
-from cdgrab.lanes import IntArray
-from cdgrab.orders.decisions import Decided, Decisions
+from cdgrab.exchange.gather import Gather, by_lane
+from cdgrab.lanes import BoolArray, IntArray
+from cdgrab.orders.decisions import Decisions
+from cdgrab.orders.fill import SignArray, next_order, padded
 
 
 class Sharded:
-    """The exchange behind `observe`: turns a row into every worker's slices of this rank's coordinates."""
+    """The exchange behind `observe`: turns a row into every lane's slices of this rank's coordinates."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self._counts = Gather(group)
         self.bytes_sent = 0
 
-    def collect(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> tuple[Tensor, BoolArray | None]:
+    def collect(self, rows_mJD: Tensor) -> Tensor:
         size = dist.get_world_size(self._group)
-        rows_mD = rows_mLD[:, 0]
-        width = math.ceil(rows_mD.shape[1] / size)
-        padded_mWc = torch.nn.functional.pad(rows_mD, (0, width * size - rows_mD.shape[1])).unflatten(1, (size, width))
-        # One all-to-all for all turns: the slices of rank 0 first, of all turns, then those of rank 1, and so on.
-        sent = padded_mWc.transpose(0, 1).contiguous()
-        slices_Wmc = torch.empty_like(sent)
-        dist.all_to_all_single(slices_Wmc.view(-1), sent.view(-1), group=self._group)
-        self.bytes_sent += sent.numel() * sent.element_size() * (size - 1) // size
-        return slices_Wmc.transpose(0, 1), self._counts.gather_counts(rows_mLD, counts_mL)
+        width = math.ceil(rows_mJD.shape[2] / size)
+        padded_mJD = torch.nn.functional.pad(rows_mJD, (0, width * size - rows_mJD.shape[2]))
+        # One all-to-all for all visits: the slices of rank 0 first, then those of rank 1, and so on.
+        sent_WmJc = padded_mJD.unflatten(2, (size, width)).permute(2, 0, 1, 3).contiguous()
+        slices_WmJc = torch.empty_like(sent_WmJc)
+        dist.all_to_all_single(slices_WmJc.view(-1), sent_WmJc.view(-1), group=self._group)
+        self.bytes_sent += sent_WmJc.numel() * sent_WmJc.element_size() * (size - 1) // size
+        return by_lane(list(slices_WmJc))
 
-    def share(self, decided: Decided) -> Decided:
-        return decided
+    def counts(self, counts_mJ: BoolArray) -> BoolArray:
+        return self._counts.counts(counts_mJ)
+
+    def share(self, signs_PL: SignArray) -> SignArray:
+        return signs_PL
 
     def add_up(self, table: Tensor) -> dist.Work | None:
         """Start to sum tables over ranks, in place."""
@@ -66,22 +68,22 @@ class ShardedPairs:
 
     Slices come in named pieces, so that a bucket or a wrapped module can be handed over as soon as it is there. For the
     first of a pair a piece is written straight into the store; for the second it is subtracted from it. Memory: one
-    step's slices, `dim` numbers, and this rank's slice of the running sum, `dim / W`.
+    visit's slices, and this rank's slice of the running sum, `dim / W`.
     """
 
-    def __init__(self, num_workers: int, exchange: Sharded, rule: Rule) -> None:
+    def __init__(self, num_lanes: int, exchange: Sharded, rule: Rule) -> None:
         self._exchange = exchange
-        self._num_workers = num_workers
+        self._num_lanes = num_lanes
         self._rule = rule
         self.rules = [rule]
         self._tally = Tally()
-        self.differences: dict[Any, Tensor] = {}  # piece -> W x c; first rows until the second ones have come
+        self.differences: dict[Any, Tensor] = {}  # piece -> L x c; first rows until the second ones have come
         self.running_sum: dict[Any, Tensor] = {}  # piece -> c
-        self._second = False  # whether the turn under way is the second of its pair
-        self._paired_W = np.zeros(num_workers, dtype=bool)  # whose first row counted
+        self._second = False  # whether the visit under way is the second of its pair
+        self._first_L = np.zeros(num_lanes, dtype=bool)  # lanes that had a unit in the first
         self._parts: list[Tensor] = []  # tables of the pieces that have come
         self._table: tuple[dist.Work | None, Tensor, BoolArray] | None = None
-        self.decisions = Decisions()
+        self.decisions = Decisions(num_lanes, paired=True)
 
     # Rows
 
@@ -92,78 +94,80 @@ class ShardedPairs:
         self.resolve()  # the store still holds the differences of the pair before
         if piece not in self.differences:
             dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-            self.differences[piece] = torch.zeros(self._num_workers, width, dtype=dtype, device=like.device)
+            self.differences[piece] = torch.zeros(self._num_lanes, width, dtype=dtype, device=like.device)
             self.running_sum[piece] = torch.zeros(width, dtype=dtype, device=like.device)
         return self.differences[piece]
 
-    def put(self, piece: Any, slices_Wc: Tensor) -> None:
-        """Take a piece of this turn. Slices that are already in the room given for them are not copied."""
-        room = self.room(piece, slices_Wc.shape[1], slices_Wc)
+    def put(self, piece: Any, slices_Lc: Tensor) -> None:
+        """Take a piece of this visit. Slices that are already in the room given for them are not copied."""
+        room = self.room(piece, slices_Lc.shape[1], slices_Lc)
         if room is None:
-            self._parts.append(difference_table(self.differences[piece], slices_Wc, self.running_sum[piece]))
-        elif room.data_ptr() != slices_Wc.data_ptr():
-            room.copy_(slices_Wc)
+            self._parts.append(difference_table(self.differences[piece], slices_Lc, self.running_sum[piece]))
+        elif room.data_ptr() != slices_Lc.data_ptr():
+            room.copy_(slices_Lc)
 
-    def end_turn(self, counts_W: BoolArray) -> None:
-        """All pieces of this turn have come; `counts_W` says whose row is a unit."""
+    def end_visit(self, counts_L: BoolArray) -> None:
+        """All pieces of this visit have come; `counts_L` says which lanes had a unit."""
         if not self._second:
-            self._paired_W = counts_W
+            self._first_L = counts_L
             self._second = True
             return
         self._second = False
         parts, self._parts = self._parts, []
-        active_W = counts_W & self._paired_W
-        alone = np.flatnonzero(counts_W ^ self._paired_W)  # the other half of the pair is no unit
-        self.decisions.append(alone, np.zeros(len(alone), dtype=np.int8))
-        if not active_W.any():
+        active_L = counts_L & self._first_L
+        if not active_L.any():
+            self.resolve()  # signs come in the order of pairs
+            self.decisions.append(np.zeros(0, dtype=np.int8), active_L[None])
             return
         table = torch.stack(parts).sum(0)
-        work = self._exchange.add_up(table) if self._num_workers > 1 else None
-        self._table = (work, table, active_W)
+        work = self._exchange.add_up(table) if self._num_lanes > 1 else None
+        self._table = (work, table, active_L)
 
     def resolve(self) -> None:
         """Decide the signs of the last pair, as soon as the store is needed for the next one."""
         if self._table is None:
             return
-        work, table, active_W = self._table
+        work, table, active_L = self._table
         self._table = None
         if work is not None:
             work.wait()
-        index = np.flatnonzero(active_W)
-        if not active_W.all():
-            table = table[index][:, [*index, self._num_workers]]
+        index = np.flatnonzero(active_L)
+        if not active_L.all():
+            table = table[index][:, [*index, self._num_lanes]]
         decided_4K = decide(table, self._rule)
-        weights_W = decided_4K[1]
-        if not active_W.all():
-            weights_W = weights_W.new_zeros(self._num_workers)
-            weights_W[index] = decided_4K[1]
-        for piece, rows_Wc in self.differences.items():
-            advance(self.running_sum[piece], rows_Wc, None, weights_W)
+        weights_L = decided_4K[1]
+        if not active_L.all():
+            weights_L = weights_L.new_zeros(self._num_lanes)
+            weights_L[index] = decided_4K[1]
+        for piece, rows_Lc in self.differences.items():
+            advance(self.running_sum[piece], rows_Lc, None, weights_L)
         self._tally.add_decided(decided_4K)
-        self.decisions.append_pairs(index, decided_4K[0])
+        self.decisions.append(decided_4K[0], active_L[None])
 
     # Sorter
 
-    def start_epoch(self, epoch: int, visits: IntArray) -> None:
+    def start_epoch(self, epoch: int, visited_L: IntArray) -> None:
         self._table = None
         self._parts = []
         self._second = False
-        self.decisions = Decisions()
+        self.decisions = Decisions(self._num_lanes, paired=True)
         self._tally = Tally()
         for running_sum in self.running_sum.values():
             running_sum.zero_()
-        self._rule.start_epoch(epoch, int((visits // 2).sum()))
+        self._rule.start_epoch(epoch, int((visited_L // 2).sum()))
 
-    def add_turn(self, slices_Wc: Tensor, counts_W: BoolArray) -> None:
-        """One turn in one piece."""
-        self.put("row", slices_Wc)
-        self.end_turn(counts_W)
+    def add(self, rows_mLD: Tensor, counts_mL: BoolArray | None = None) -> None:
+        """Visits in one piece; of the rows, slices are given."""
+        everybody = np.ones(self._num_lanes, dtype=bool)
+        for visit, slices_Lc in enumerate(rows_mLD):
+            self.put("row", slices_Lc)
+            self.end_visit(everybody if counts_mL is None else counts_mL[visit])
 
     def close(self) -> None:
         self.resolve()
 
-    def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray) -> IntArray:
-        return self.decisions.arrange(worker, visited_N, unvisited_M)
+    def arrange(self, units_VJ: IntArray, lanes: slice) -> IntArray:
+        return next_order(units_VJ, padded(self.decisions.of_units()[:, lanes], len(units_VJ)))
 
     def tallies(self) -> list[Tally]:
         return [self._tally.settled()]
@@ -172,7 +176,7 @@ class ShardedPairs:
         self.resolve()
         return {
             "second": self._second,
-            "paired": torch.from_numpy(self._paired_W.copy()),
+            "first": torch.from_numpy(self._first_L.copy()),
             # Once a pair is complete and decided on, nothing of it is needed but how wide its pieces are.
             "differences": {
                 piece: rows[: len(rows) * self._second].clone() for piece, rows in self.differences.items()
@@ -187,9 +191,9 @@ class ShardedPairs:
         self._table = None
         self._parts = []
         self._second = state["second"]
-        self._paired_W = state["paired"].cpu().numpy().copy()
+        self._first_L = state["first"].cpu().numpy().copy()
         self.differences = {
-            piece: rows.clone() if self._second else rows.new_zeros(self._num_workers, rows.shape[1])
+            piece: rows.clone() if self._second else rows.new_zeros(self._num_lanes, rows.shape[1])
             for piece, rows in state["differences"].items()
         }
         self.running_sum = {piece: rows.clone() for piece, rows in state["running_sum"].items()}

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdgrab.exchange.base import BoolArray
 from cdgrab.exchange.gather import Gather
-from cdgrab.orders.decisions import Decided
+from cdgrab.lanes import BoolArray
+from cdgrab.orders.fill import SignArray
 
 
 class Sketch:
@@ -31,23 +31,26 @@ class Sketch:
         self._seed = seed
         self._signs_D = torch.zeros(0)
 
-    def collect(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> tuple[Tensor, BoolArray | None]:
-        collected = self._gather.collect(self.sketch(rows_mLD), counts_mL)
+    def collect(self, rows_mJD: Tensor) -> Tensor:
+        collected = self._gather.collect(self.sketch(rows_mJD))
         self.bytes_sent = self._gather.bytes_sent
         return collected
 
-    def share(self, decided: Decided) -> Decided:
-        return decided
+    def counts(self, counts_mJ: BoolArray) -> BoolArray:
+        return self._gather.counts(counts_mJ)
 
-    def sketch(self, rows_mLD: Tensor) -> Tensor:
+    def share(self, signs_PL: SignArray) -> SignArray:
+        return signs_PL
+
+    def sketch(self, rows_mJD: Tensor) -> Tensor:
         """Sketch rows along their last dimension."""
-        dim = rows_mLD.shape[-1]
+        dim = rows_mJD.shape[-1]
         if dim <= self._length:
-            return rows_mLD
+            return rows_mJD
         if self._signs_D.shape[0] != dim:
             generator = torch.Generator().manual_seed(self._seed)
             signs = torch.randint(0, 2, (dim,), generator=generator, dtype=torch.int8) * 2 - 1
-            self._signs_D = signs.to(rows_mLD.device)
-        signed = rows_mLD * self._signs_D
+            self._signs_D = signs.to(rows_mJD.device)
+        signed = rows_mJD * self._signs_D
         padded = torch.nn.functional.pad(signed, (0, -dim % self._length))
         return padded.view(*padded.shape[:-1], -1, self._length).sum(-2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from cdgrab.orders.baselines import Baseline, block_reversal, fixed, flip_flop, reshuffled
 
@@ -15,12 +15,14 @@ class Free:
     Attributes:
         baseline: Gives the order of an epoch.
         shuffle: Deal the examples from a seeded permutation; `False` deals them as the dataset has them.
-        redeal: Deal anew every epoch, so that examples move between workers.
+        redeal: Deal anew every epoch, so that examples move between lanes.
     """
 
     baseline: Baseline
     shuffle: bool = True
     redeal: bool = False
+    needs_gradients: ClassVar[bool] = False
+    coordinated: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,25 @@ class Balanced:
 
     Attributes:
         centring: `"pair"` balances differences of neighbouring units (PairBalance), `"mean"` balances each unit's
-            gradient minus the worker's mean of the epoch before (MeanBalance).
-        coordinated: One running sum for all workers; otherwise every worker balances alone.
+            gradient minus the lane's mean of the epoch before (MeanBalance).
+        coordinated: One running sum for all lanes; otherwise every lane balances alone.
     """
 
     centring: Literal["pair", "mean"]
     coordinated: bool
+    shuffle: ClassVar[bool] = True
+    redeal: ClassVar[bool] = False
+    needs_gradients: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class Herded:
     """Greedy herding on the stored gradients of a whole epoch: `O(units * dim)` memory, for small studies."""
+
+    shuffle: ClassVar[bool] = True
+    redeal: ClassVar[bool] = False
+    needs_gradients: ClassVar[bool] = True
+    coordinated: ClassVar[bool] = True
 
 
 OrderSpec = Free | Balanced | Herded

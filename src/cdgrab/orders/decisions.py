@@ -1,97 +1,81 @@
-"""The signs of an epoch as they are decided, and the order they make."""
+"""The signs of an epoch, as they are decided."""
 
 from __future__ import annotations
 
 import zlib
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cdgrab.lanes import IntArray
-from cdgrab.orders.fill import SignArray, next_order, pair_signs
-
-Decided = tuple[IntArray, SignArray]
+from cdgrab.lanes import BoolArray
+from cdgrab.orders.fill import SignArray, pair_signs
 
 _MANY = 1024  # pieces that are joined, so that an epoch does not leave thousands of tiny ones
 
 
 class Decisions:
-    """Workers and signs of units, for each worker in the order in which it visited them.
+    """One line of signs for every row that lanes balance in step: a pair of visits, or a visit.
 
-    Signs may be given as a tensor on a GPU. They stay there until somebody wants to know.
+    Signs may be given as a tensor on a GPU. They stay there until somebody asks.
+
+    Args:
+        num_lanes: Whose signs these are.
+        paired: Whether a sign is that of a pair.
     """
 
-    def __init__(self) -> None:
-        self._parts: list[Decided] = []
-        # Later than all parts, and whether a sign is a pair's. To write them out is some calls; it is done for many.
-        self._late: list[tuple[IntArray, SignArray | Tensor, bool]] = []
+    def __init__(self, num_lanes: int, *, paired: bool) -> None:
+        self._num_lanes, self._paired = num_lanes, paired
+        self._signs: list[SignArray] = []
+        self._late: list[tuple[SignArray | Tensor, BoolArray | None]] = []  # later than all others
 
-    def append(self, workers_N: IntArray, signs_N: SignArray | Tensor) -> None:
-        self._append(workers_N, signs_N, paired=False)
+    def append(self, signs_K: SignArray | Tensor, lanes_pL: BoolArray | None = None) -> None:
+        """Take the signs of some lines, lane by lane; `lanes_pL` says whose they are, None: everybody's."""
+        self._late.append((signs_K, lanes_pL))
+        if len(self._late) > _MANY:
+            self._fetch()
 
-    def append_pairs(self, workers_N: IntArray, signs_N: SignArray | Tensor) -> None:
-        """One sign per pair: the first unit carries it, the second its opposite."""
-        self._append(workers_N, signs_N, paired=True)
-
-    def joined(self) -> Decided:
-        """Everything decided so far."""
+    def joined(self) -> SignArray:
+        """All lines so far, 0 where a lane has no sign."""
         self._fetch()
-        workers = np.concatenate([part[0] for part in self._parts] or [np.zeros(0, dtype=np.int64)])
-        signs = np.concatenate([part[1] for part in self._parts] or [np.zeros(0, dtype=np.int8)])
-        self._parts = [(workers, signs)]
-        return workers, signs
+        return self._join()
 
-    def replace(self, decided: Decided) -> None:
-        self._late = []
-        self._parts = [decided]
+    def replace(self, signs_PL: SignArray) -> None:
+        """Take the signs that another rank has decided."""
+        self._late, self._signs = [], [signs_PL]
+
+    def of_units(self) -> SignArray:
+        """The signs of units, visit by visit."""
+        return pair_signs(self.joined()) if self._paired else self.joined()
 
     def digest(self) -> int:
         """A number that is the same on two ranks if and only if (practically) they have decided the same."""
-        workers, signs = self.joined()
-        return zlib.crc32(signs.tobytes(), zlib.crc32(workers.tobytes()))
-
-    def _append(self, workers_N: IntArray, signs_N: SignArray | Tensor, *, paired: bool) -> None:
-        if len(workers_N) == 0:
-            return
-        if isinstance(signs_N, Tensor) and signs_N.device.type == "cpu":
-            signs_N = signs_N.to(torch.int8).numpy()
-        self._late.append((workers_N, signs_N, paired))
-        if len(self._late) > _MANY:
-            workers, signs, kinds = zip(*self._late, strict=True)
-            if len(set(kinds)) == 1 and all(isinstance(part, Tensor) for part in signs):
-                self._late = [(np.concatenate(workers), torch.cat(signs), paired)]
-            else:
-                self._fetch()
-
-    def _fetch(self) -> None:
-        """Write out what is late; what is still on a device is brought over in one transfer."""
-        late, self._late = self._late, []
-        there = [signs for _, signs, _ in late if isinstance(signs, Tensor)]
-        here = iter(torch.cat(there).to(torch.int8).cpu().split([len(signs) for signs in there]) if there else ())
-        signs = [next(here).numpy() if isinstance(part, Tensor) else part for _, part, _ in late]
-        start = 0
-        for paired, group in groupby(kind for _, _, kind in late):
-            stop = start + len(list(group))
-            workers_N = np.concatenate([workers for workers, _, _ in late[start:stop]])
-            signs_N = np.concatenate(signs[start:stop])
-            self._parts.append((np.repeat(workers_N, 2), pair_signs(signs_N)) if paired else (workers_N, signs_N))
-            start = stop
-
-    def arrange(self, worker: int, visited_N: IntArray, unvisited_M: IntArray) -> IntArray:
-        """The next order of a worker. Units whose sign was not decided stay in the middle."""
-        workers, signs = self.joined()
-        mine = signs[workers == worker]
-        padded = np.zeros(len(visited_N) + len(unvisited_M), dtype=np.int8)
-        padded[: len(mine)] = mine
-        return next_order(np.concatenate([visited_N, unvisited_M]), padded)
+        return zlib.crc32(self.joined().tobytes())
 
     def state_dict(self) -> dict[str, Any]:
-        workers, signs = self.joined()
-        return {"workers": torch.from_numpy(workers.copy()), "signs": torch.from_numpy(signs.copy())}
+        return {"signs": torch.from_numpy(self.joined().copy())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._late = []
-        self._parts = [(state["workers"].cpu().numpy().copy(), state["signs"].cpu().numpy().copy())]
+        self._late, self._signs = [], [state["signs"].cpu().numpy().copy()]
+
+    def _fetch(self) -> None:
+        """Bring over what is on a device, in one transfer."""
+        late, self._late = self._late, []
+        there = [signs for signs, _ in late if isinstance(signs, Tensor)]
+        here = iter(torch.cat(there).to(torch.int8).cpu().split([len(signs) for signs in there]) if there else ())
+        for part, lanes_pL in late:
+            signs_K = next(here).numpy() if isinstance(part, Tensor) else part
+            if lanes_pL is None:
+                self._signs.append(signs_K.reshape(-1, self._num_lanes).astype(np.int8, copy=False))
+                continue
+            line = np.zeros(lanes_pL.shape, dtype=np.int8)
+            line[lanes_pL] = signs_K
+            self._signs.append(line)
+        if len(self._signs) > _MANY:
+            self._join()
+
+    def _join(self) -> SignArray:
+        joined = np.concatenate([np.zeros((0, self._num_lanes), dtype=np.int8), *self._signs])
+        self._signs = [joined]
+        return joined

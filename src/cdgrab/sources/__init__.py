@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from cdgrab.exchange import BoolArray
+from cdgrab.lanes import BoolArray
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A turn that has been counted: whose rows are units, and whether the epoch ends with it.
+class CountedStep:
+    """A step that has been counted: which lanes had a unit, and whether the epoch ends with it.
 
     Work on it may be done later than it was counted, by another thread, so it says for itself whether it is the last.
     """
 
-    counts_W: BoolArray
+    counts_L: BoolArray
     ends_epoch: bool
 
 

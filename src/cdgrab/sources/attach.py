@@ -55,11 +55,6 @@ def attach(
             raise ValueError(f"hook= is for source 'batch'; with source {source!r} register it with the model itself")
         return _attach_examples(ordering, model, source, reduction, length)
     world, batch = ordering.world, ordering.batch_size
-    if world.one_process and world.size > 1:
-        raise ValueError(
-            "simulated workers share one model, whose gradient is that of all of them; order single examples "
-            "(unit_size=1 and attach(model, source='sketch')), or compute rows and call observe()"
-        )
     if ordering._sorter is not None and ordering.unit_size % batch:
         raise ValueError(
             f"unit_size is {ordering.unit_size}, but a backward pass gives one gradient for the whole batch of "

@@ -1,7 +1,7 @@
 """`DistributedDataParallel`: gradients are balanced on their way to the average.
 
 With the `sharded` exchange the hook takes the place of the all-reduce: all-to-all, average of this rank's slice,
-all-gather. The same bytes, and every rank has seen every worker's slice. With any other exchange it copies the bucket
+all-gather. The same bytes, and every rank has seen every rank's slice. With any other exchange it copies the bucket
 and leaves averaging to the usual all-reduce. A hook of the user's own can do the averaging in both cases.
 """
 
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cdgrab.exchange import ShardedPairs
 from cdgrab.exchange.collectives import slice_widths, start_all_gather
-from cdgrab.sources import Turn
+from cdgrab.sources import CountedStep
 from cdgrab.sources.layout import Bucket, Layout, redistribute
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class DdpAttachment:
         self._thread = ThreadPoolExecutor(1, "cdgrab", torch.set_num_threads, (torch.get_num_threads(),))
         self._jobs: list[Job[None]] = []
         self._stream: torch.cuda.Stream | None = None
-        self._turn: list[Bucket] = []  # buckets of the turn under way
-        self._stored: list[Bucket] = []  # buckets of what the sorter stores; empty before its first turn
+        self._arrived: list[Bucket] = []  # buckets of the step under way
+        self._stored: list[Bucket] = []  # buckets of what the sorter stores; empty before its first step
         self._sorter: ShardedPairs | None = None
         self._kept: dict[str, Tensor] = {}
         self._stash: list[tuple[Bucket, Tensor]] = []  # slices that the store has no place for yet
@@ -112,39 +112,41 @@ class DdpAttachment:
             self._sorter = sorter
             self._stored = list(sorter.differences)
         numbers = tuple(self._number[id(parameter)] for parameter in bucket.parameters())
-        turn = self._ordering._count_turn() if last else None
+        step = self._ordering._count_step() if last else None
         if self._averaging is not None:
             # The user's hook starts collectives of its own; they must not mix with those of another thread.
             slices = self._scatter(sorter, numbers, buffer)
             averaged = self._averaging(self._averaging_state, bucket)
             self._hand_over(sorter, numbers, slices)
-            self._end_turn(sorter, turn)
+            self._end_step(sorter, step)
             return averaged
         if buffer.is_cuda:
-            return self._on_stream(sorter, numbers, buffer, turn)
+            return self._on_stream(sorter, numbers, buffer, step)
         future: Future[Tensor] = Future()
 
         # Ending an epoch takes collectives, and a rank that has left its loop may close its connections. So the pass
         # waits for them. Within an epoch training goes on, and the signs have time until the next step needs the store.
-        ends_epoch = turn is not None and turn.ends_epoch
+        ends_epoch = step is not None and step.ends_epoch
 
         def job() -> None:
             try:
                 self._exchange(sorter, numbers, buffer)
                 if ends_epoch:
-                    self._end_turn(sorter, turn)
+                    self._end_step(sorter, step)
             except BaseException as error:
                 future.set_exception(error)  # type: ignore[arg-type]
                 raise
             future.set_result(buffer)
             if not ends_epoch:
-                self._end_turn(sorter, turn)
+                self._end_step(sorter, step)
 
         self._jobs = [job for job in self._jobs if not job.done() or job.exception()]
         self._jobs.append(self._thread.submit(job))
         return future
 
-    def _on_stream(self, sorter: ShardedPairs, numbers: Bucket, buffer: Tensor, turn: Turn | None) -> Future[Tensor]:
+    def _on_stream(
+        self, sorter: ShardedPairs, numbers: Bucket, buffer: Tensor, step: CountedStep | None
+    ) -> Future[Tensor]:
         if self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
         future: Future[Tensor] = Future(devices=[buffer.device])
@@ -152,7 +154,7 @@ class DdpAttachment:
         with torch.cuda.stream(self._stream):
             self._exchange(sorter, numbers, buffer)
             future.set_result(buffer)
-            self._end_turn(sorter, turn)
+            self._end_step(sorter, step)
         return future
 
     def _exchange(self, sorter: ShardedPairs, numbers: Bucket, buffer: Tensor) -> None:
@@ -163,7 +165,7 @@ class DdpAttachment:
         finish()
 
     def _scatter(self, sorter: ShardedPairs, numbers: Bucket, buffer: Tensor) -> Tensor:
-        """Every worker's slice of this rank's coordinates."""
+        """Every rank's slice of this rank's coordinates."""
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
         widths = slice_widths(buffer.numel(), size)
         width = widths[rank]
@@ -178,7 +180,7 @@ class DdpAttachment:
         return slices
 
     def _gather_average(self, buffer: Tensor, slices: Tensor) -> Callable[[], None]:
-        """What DDP wants: the mean of all workers' gradients, everywhere; there once what is returned was called."""
+        """What DDP wants: the mean of all ranks' gradients, everywhere; there once what is returned was called."""
         size, width = slices.shape
         # The mean of half-precision numbers is taken in single precision.
         wide = torch.promote_types(slices.dtype, torch.float32)
@@ -193,18 +195,18 @@ class DdpAttachment:
                 sorter.put(numbers, slices)
             else:
                 self._stash.append((numbers, slices.clone()))  # the next bucket will overwrite them
-            self._turn.append(numbers)
+            self._arrived.append(numbers)
 
-    def _end_turn(self, sorter: ShardedPairs, turn: Turn | None) -> None:
-        """With the last bucket the turn ends."""
-        if turn is None:
+    def _end_step(self, sorter: ShardedPairs, step: CountedStep | None) -> None:
+        """With the last bucket the step ends."""
+        if step is None:
             return
         with self._ordering._meter.timed():
             if self._stash:
                 self._move(sorter)
-            self._stored, self._turn = self._turn, []
-            sorter.end_turn(turn.counts_W)
-        if turn.ends_epoch:
+            self._stored, self._arrived = self._arrived, []
+            sorter.end_visit(step.counts_L)
+        if step.ends_epoch:
             self._ordering._end_epoch_if_due()
 
     def _scratch(self, what: str, numel: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -221,7 +223,7 @@ class DdpAttachment:
         """The buckets have been rebuilt: move what is stored to the new ones, then take the stashed slices."""
         sorter.resolve()
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        old, new = (Layout(self._numels, buckets, size) for buckets in (self._stored, self._turn))
+        old, new = (Layout(self._numels, buckets, size) for buckets in (self._stored, self._arrived))
         pieces = list(sorter.differences)
         stored = torch.cat(
             [torch.cat([sorter.differences[piece], sorter.running_sum[piece][None]]) for piece in pieces], dim=1
@@ -230,7 +232,7 @@ class DdpAttachment:
         sorter.differences.clear()
         sorter.running_sum.clear()
         start = 0
-        for numbers in self._turn:
+        for numbers in self._arrived:
             width = slice_widths(sum(self._numels[number] for number in numbers), size)[rank]
             part = moved[:, start : start + width]
             sorter.differences[numbers] = part[:-1].clone()

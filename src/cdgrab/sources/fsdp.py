@@ -1,6 +1,6 @@
 """FSDP2 (`fully_shard`): its reduce-scatter becomes an all-to-all followed by a local sum.
 
-The same bytes leave every rank, the sharded gradient is the same up to rounding, and the rank has seen every worker's
+The same bytes leave every rank, the sharded gradient is the same up to rounding, and the rank has seen every rank's
 slice of the parameters it owns. Every wrapped module is a piece of its own.
 """
 
@@ -43,7 +43,7 @@ class FsdpAttachment:
             module.set_custom_reduce_scatter(comm)
 
     def take(self, piece: int, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        """Reduce-scatter `input` into `output`, and hand every worker's slice to the sorter."""
+        """Reduce-scatter `input` into `output`, and hand every rank's slice to the sorter."""
         sorter = self._ordering._attached_sorter()
         if input.is_cuda:
             self._stream = torch.cuda.current_stream(input.device)
@@ -69,11 +69,11 @@ class FsdpAttachment:
     def _on_end_of_backward(self) -> None:
         self._task = None
         sorter = self._ordering._attached_sorter()
-        turn = self._ordering._count_turn()
+        step = self._ordering._count_step()
         # On a GPU modules are reduced on a stream of FSDP's; what follows must come after them.
         with torch.cuda.stream(self._stream), self._ordering._meter.timed():
             if isinstance(sorter, ShardedPairs):
-                sorter.end_turn(turn.counts_W)
+                sorter.end_visit(step.counts_L)
         with torch.cuda.stream(self._stream):
             self._ordering._end_epoch_if_due()
 

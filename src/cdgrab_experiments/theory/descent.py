@@ -117,6 +117,6 @@ def _descend(
         if kept_UBWD is not None:
             # A step size may be too large for its problem: that is for the errors to show, not for warnings.
             with np.errstate(over="ignore", invalid="ignore"):
-                orders.observe(epoch, kept_UBWD)
+                orders.observe(kept_UBWD)
         tell()
     return np.stack(errors, axis=-1)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from cdgrab.lanes import generator
 from cdgrab_experiments.theory.descent import descend, epochs_told
 from cdgrab_experiments.theory.fits import Array, Slope, diverged_to_infinity, ratio_interval
 from cdgrab_experiments.theory.optimisers import OptimiserMaker
 from cdgrab_experiments.theory.problems.network import Network
+from cdgrab_experiments.theory.seeds import generator
 from cdgrab_experiments.theory.settings import Gain
 from cdgrab_experiments.theory.watch import Watch
 

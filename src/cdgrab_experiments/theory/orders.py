@@ -1,7 +1,7 @@
 """Orders of many runs at once: the library's own, run by run.
 
-The descent is computed for all runs together; balancing is the library's sorter for each of them, so that what is
-verified here is what users get. Runs of one seed see the same random orders, whatever their step size: differences
+The descent is computed for all runs together; each of them has an `Ordering` of its own, so that what is verified here
+is what users get. Runs of one seed see the same random orders, whatever their step size: differences
 between step sizes are then not differences of luck.
 
 Shapes: `B` runs, `W` workers, `U` units each, `D` dimensions.
@@ -9,14 +9,17 @@ Shapes: `B` runs, `W` workers, `U` units each, `D` dimensions.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from cdgrab.balancing.rules import find_rule
-from cdgrab.balancing.sorter import make_sorter
-from cdgrab.lanes import IntArray, generator
-from cdgrab.orders import Free, find_order
+from cdgrab import ORDERS, Ordering
+from cdgrab_experiments.theory.seeds import generator
+
+IntArray = npt.NDArray[np.int64]
 
 WITH_REPLACEMENT = "with-replacement"
 
@@ -33,36 +36,38 @@ class Orders:
 
     def __init__(self, order: str, seeds_B: npt.NDArray[np.int64], workers: int, units: int) -> None:
         self._seeds_B, self._workers, self._units = seeds_B, workers, units
-        self._spec = None if order == WITH_REPLACEMENT else find_order(order)
-        self._sorters = []
-        if self._spec is not None and not isinstance(self._spec, Free):
-            for seed in seeds_B.tolist():
-                rngs = [generator(seed, worker, "rule") for worker in range(workers)]
-                self._sorters.append(make_sorter(self._spec, rngs, find_rule("greedy")))
-        self._current = [[np.arange(units) for _ in range(workers)] for _ in seeds_B]
-
-    @property
-    def balanced(self) -> bool:
-        """Whether `observe` wants gradients."""
-        return bool(self._sorters)
+        self.balanced = order != WITH_REPLACEMENT and ORDERS[order].needs_gradients
+        # Runs of one seed have the same random orders, and each its own balanced ones.
+        seeds: Any = [] if order == WITH_REPLACEMENT else seeds_B if self.balanced else np.unique(seeds_B)
+        self._orderings = [
+            Ordering(workers * units, batch_size=workers, unit_size=1, lanes=workers, order=order, seed=int(seed))
+            for seed in seeds
+        ]
+        self._numbers = [_numbered(ordering) for ordering in self._orderings]
+        self._of_run_B = np.arange(len(seeds_B)) if self.balanced else np.searchsorted(np.unique(seeds_B), seeds_B)
 
     def epoch(self, epoch: int) -> IntArray:
         """What to visit in this epoch: `B x W x U`."""
-        if self._sorters:
-            return np.array(self._current)
-        drawn = {seed: self._draw(seed, epoch) for seed in set(self._seeds_B.tolist())}
-        return np.stack([drawn[seed] for seed in self._seeds_B.tolist()])
+        if not self._orderings:
+            return np.stack([self._drawn(int(seed), epoch) for seed in self._seeds_B])
+        found = []
+        for ordering, number_N in zip(self._orderings, self._numbers, strict=True):
+            ordering.set_epoch(epoch)
+            found.append(number_N[torch.stack(ordering.orders).numpy()])
+        return np.stack(found)[self._of_run_B]
 
-    def observe(self, epoch: int, rows_UBWD: Tensor) -> None:
+    def observe(self, rows_UBWD: Tensor) -> None:
         """The gradients of the whole epoch, in the order visited: they decide the next one."""
-        for b, sorter in enumerate(self._sorters):
-            sorter.start_epoch(epoch, np.full(self._workers, self._units))
-            sorter.add(rows_UBWD[:, b])
-            sorter.close()
-            nothing = np.arange(0)
-            self._current[b] = [sorter.arrange(w, visited, nothing) for w, visited in enumerate(self._current[b])]
+        for b, ordering in enumerate(self._orderings):
+            ordering.observe(rows_UBWD[:, b])
 
-    def _draw(self, seed: int, epoch: int) -> IntArray:
-        if isinstance(self._spec, Free):
-            return np.stack([self._spec.baseline(self._units, seed, epoch, worker) for worker in range(self._workers)])
+    def _drawn(self, seed: int, epoch: int) -> IntArray:
         return generator(seed, epoch, WITH_REPLACEMENT).integers(self._units, size=(self._workers, self._units))
+
+
+def _numbered(ordering: Ordering) -> IntArray:
+    """For every dataset index its number within its lane: the place in the order of the first epoch."""
+    first_WU = torch.stack(ordering.orders).numpy()
+    number_N = np.empty(first_WU.size, dtype=np.int64)
+    number_N[first_WU] = np.arange(first_WU.shape[1])
+    return number_N

@@ -1,9 +1,6 @@
 """Balance fixed vectors round after round, and note the herding bound after each.
 
-`cdgrab.balance_vectors` gives the last order only; calling it once per number of rounds would repeat the earlier ones.
-This is the same loop around the same sorter (a test holds the two equal) with a look at the bound in between.
-
-Shapes: `W` workers, `U` units each, `D` dimensions. Vectors are kept turn by turn, `U x W x D`, in the order visited.
+Shapes: `W` workers, `U` units each, `D` dimensions.
 """
 
 from __future__ import annotations
@@ -12,14 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cdgrab.balancing.rules import find_rule
-from cdgrab.balancing.sorter import make_sorter
-from cdgrab.lanes import IntArray, generator
-from cdgrab.orders import Free, find_order
+import cdgrab
 
+IntArray = npt.NDArray[np.int64]
 Shift = Callable[[int], Tensor]
 
 
@@ -49,38 +45,17 @@ def balance_rounds(
         seed: Seed of everything random.
         shift: What to add to all vectors in a round: a mean that moves, as that of gradients does. It changes no bound.
     """
-    num_workers, num_units, dim = vectors_WUD.shape
-    flat_ND = vectors_WUD.reshape(-1, dim)
-    mean_D = flat_ND.sum(0, dtype=torch.float64) / len(flat_ND)
-    first_W = np.arange(num_workers) * num_units
-    orders = [np.arange(num_units) for _ in range(num_workers)]
-    visited_UWD = torch.empty(num_units, num_workers, dim, dtype=flat_ND.dtype).copy_(vectors_WUD.transpose(0, 1))
-    yield Round(_bound(visited_UWD, mean_D), np.stack(orders))
-
-    spec = find_order(order)
-    rngs = [generator(seed, worker, "rule") for worker in range(num_workers)]
-    sorter = None if isinstance(spec, Free) else make_sorter(spec, rngs, find_rule(rule))
-    for epoch in range(rounds):
-        if isinstance(spec, Free):
-            orders = [spec.baseline(num_units, seed, epoch + 1, worker) for worker in range(num_workers)]
-        else:
-            assert sorter is not None
-            sorter.start_epoch(epoch, np.full(num_workers, num_units))
-            moved_UWD = visited_UWD if shift is None else visited_UWD + shift(epoch)
-            for rows_mWD in moved_UWD.split(1024):
-                sorter.add(rows_mWD)
-            sorter.close()
-            orders = [sorter.arrange(worker, visited, np.arange(0)) for worker, visited in enumerate(orders)]
-        turns_UW = torch.from_numpy(np.stack(orders, axis=1) + first_W)
-        # Into the same memory: the sorter keeps no row, and fresh pages cost as much as filling them.
-        torch.index_select(flat_ND, 0, turns_UW.reshape(-1), out=visited_UWD.view(-1, dim))
-        yield Round(_bound(visited_UWD, mean_D), np.stack(orders))
+    mean_D = vectors_WUD.sum((0, 1), dtype=torch.float64) / vectors_WUD.shape[:2].numel()
+    workers = torch.arange(len(vectors_WUD))
+    found = cdgrab.balance_rounds(vectors_WUD, order=order, rule=rule, rounds=rounds, seed=seed, shift=shift)
+    for orders_WU in found:
+        yield Round(_bound(vectors_WUD[workers, orders_WU.T], mean_D), orders_WU.numpy())
 
 
 def _bound(visited_UWD: Tensor, mean_D: Tensor) -> float:
     """The largest coordinate of any prefix sum.
 
-    The few vectors of a turn are added up as they are, the many turns in double precision.
+    The few vectors of a visit are added up as they are, the many visits in double precision.
     """
     steps_DU = visited_UWD.sum(1).T.double() - visited_UWD.shape[1] * mean_D[:, None]
     return float(steps_DU.cumsum(1).abs().max())

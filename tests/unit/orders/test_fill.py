@@ -5,22 +5,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from _asserts import assert_permutation
-from cdgrab.orders.fill import next_order, pair_signs
+from cdgrab.orders.fill import by_visit, from_lanes, next_order, pair_signs
 
 
-@given(st.lists(st.sampled_from([-1, 0, 1]), max_size=50))
-def test_next_order_is_a_permutation(signs: list[int]) -> None:
-    order = np.random.default_rng(0).permutation(len(signs)) + 100
-    assert_permutation(next_order(order, np.array(signs, dtype=np.int8)), order)
+@given(st.integers(0, 50), st.integers(1, 5), st.integers(0, 9))
+def test_next_order_permutes_every_lane(num_units: int, lanes: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    units = by_visit(from_lanes([rng.permutation(np.arange(lane, num_units, lanes)) for lane in range(lanes)]), lanes)
+    units = units[rng.permutation(len(units))]  # as batches that arrive out of order; lanes may miss any visit
+    found = next_order(units, rng.integers(-1, 2, units.shape).astype(np.int8))
+    assert_permutation(found, range(num_units))
+    np.testing.assert_array_equal(found % lanes, np.arange(num_units) % lanes)
 
 
-@given(st.lists(st.sampled_from([-1, 1]), max_size=20), st.booleans())
-def test_pair_k_fills_the_slots_k_and_u_minus_1_minus_k(signs: list[int], odd: bool) -> None:
-    units = np.concatenate([pair_signs(np.array(signs, dtype=np.int8)), np.zeros(int(odd), dtype=np.int8)])
-    following = next_order(np.arange(len(units)), units)
+@given(st.lists(st.sampled_from([-1, 1]), max_size=20), st.booleans(), st.integers(1, 3))
+def test_pair_k_fills_the_places_k_and_u_minus_1_minus_k(signs: list[int], odd: bool, lanes: int) -> None:
+    pairs = np.repeat(np.array(signs, dtype=np.int8)[:, None], lanes, axis=1)
+    of_units = np.concatenate([pair_signs(pairs), np.zeros((int(odd), lanes), dtype=np.int8)])
+    units = np.arange(of_units.size).reshape(of_units.shape)
+    following = next_order(units, of_units).reshape(-1, lanes)
     for k, sign in enumerate(signs):
         front, back = (2 * k, 2 * k + 1) if sign > 0 else (2 * k + 1, 2 * k)
-        assert following[k] == front
-        assert following[len(units) - 1 - k] == back
+        np.testing.assert_array_equal(following[k], units[front])
+        np.testing.assert_array_equal(following[len(units) - 1 - k], units[back])
     if odd:
-        assert following[len(signs)] == len(units) - 1
+        np.testing.assert_array_equal(following[len(signs)], units[-1])

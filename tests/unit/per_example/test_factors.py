@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from _models import MODELS, build, factors_of, one_by_one, rows_of
-from cdgrab import Ordering, World, flat_grad
+from cdgrab import Ordering, flat_grad
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -48,7 +48,7 @@ def test_orders_are_those_of_rows(name: str, workers: int, per_step: int) -> Non
     orders = []
     for attached in (True, False):
         model, x, y = build(name, 26)
-        ordering = Ordering(26, batch_size=per_step, unit_size=1, world=World.simulated(workers), seed=3)
+        ordering = Ordering(26, batch_size=per_step, unit_size=1, lanes=workers, seed=3)
         if attached:
             ordering.attach(model, source="per_example")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from _inputs import randn
 from _models import MODELS, build, one_by_one, rows_of
 from _tied import check_tied_table
-from cdgrab import Ordering, World
+from cdgrab import Ordering
 from cdgrab.per_example.factors import Lookup
 from cdgrab.sources import rows
 from cdgrab.sources.rows import ExampleRows
@@ -69,7 +69,7 @@ def test_lookups_as_rows(shape: tuple[int, int, int], turned: bool) -> None:
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, source: str) -> list[list[int]]:
-    ordering = Ordering(len(x), batch_size=6, unit_size=1, world=World.simulated(3), seed=1)
+    ordering = Ordering(len(x), batch_size=6, unit_size=1, lanes=3, seed=1)
     ordering.attach(model, source=source, length=64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     orders = []
@@ -107,7 +107,7 @@ def test_nothing_waits_for_the_device(source: str, name: str) -> None:
     """After the first batch, which is held against the gradient of `backward()`."""
     model, x, y = build(name, 64, torch.float32)
     model, x, y = model.cuda(), x.cuda(), y.cuda()
-    ordering = Ordering(64 * 9, batch_size=8, unit_size=1, world=World.simulated(8))
+    ordering = Ordering(64 * 9, batch_size=8, unit_size=1, lanes=8)
     ordering.attach(model, source=source)
     for step in range(9):
         torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from _inputs import randn
 from _models import build
-from cdgrab import Ordering, World, per_example_grads
+from cdgrab import Ordering, per_example_grads
 
 
 def model() -> nn.Module:
@@ -53,7 +53,7 @@ def train(net: nn.Module, ordering: Ordering, epochs: int = 2, **options: Any) -
 
 def attached(**options: Any) -> list[list[int]]:
     net = model()
-    ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)
+    ordering = Ordering(24, batch_size=4, unit_size=1, lanes=4, seed=2)
     ordering.attach(net, source="per_example")
     return train(net, ordering, **options)
 
@@ -73,7 +73,7 @@ class Observed(nn.Module):
 
 def by_hand(**options: Any) -> list[list[int]]:
     net = model()
-    ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)
+    ordering = Ordering(24, batch_size=4, unit_size=1, lanes=4, seed=2)
     return train(Observed(net, ordering), ordering, **options)
 
 
@@ -91,7 +91,7 @@ def test_evaluation_checkpointing_and_reused_buffers_change_nothing() -> None:
 
 def test_autocast() -> None:
     net = model().float()
-    ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4))
+    ordering = Ordering(24, batch_size=4, unit_size=1, lanes=4)
     ordering.attach(net, source="per_example")
     for start in range(0, 24, 4):
         with torch.autocast("cpu", torch.bfloat16):
@@ -108,7 +108,7 @@ def test_a_backward_pass_under_autocast_is_looked_at_in_full_precision(source: s
 
     def found(inside: bool) -> tuple[list[int], float]:
         net = model().float()
-        ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4))
+        ordering = Ordering(24, batch_size=4, unit_size=1, lanes=4)
         ordering.attach(net, source=source, length=64)
         for start in range(0, 24, 4):
             with torch.autocast("cpu", torch.bfloat16):
@@ -126,7 +126,7 @@ def test_sources_agree_and_detach_ends_it() -> None:
     orders = []
     for source in ("sketch", "per_example"):
         net = model()
-        ordering = Ordering(24, batch_size=6, unit_size=1, world=World.simulated(3))
+        ordering = Ordering(24, batch_size=6, unit_size=1, lanes=3)
         ordering.attach(net, source=source, length=256)  # as long as the gradient: nothing is lost
         orders.append(train(net, ordering))
         ordering.detach()
@@ -139,7 +139,7 @@ def test_sources_agree_and_detach_ends_it() -> None:
 def test_resume_in_the_middle(steps: int, source: str) -> None:
     def fresh() -> tuple[nn.Module, Ordering]:
         net = model()
-        ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)
+        ordering = Ordering(24, batch_size=4, unit_size=1, lanes=4, seed=2)
         ordering.attach(net, source=source, length=64)
         return net, ordering
 
@@ -162,7 +162,7 @@ def test_resume_in_the_middle(steps: int, source: str) -> None:
 
 def test_a_backward_pass_that_breaks_off_leaves_nothing_behind() -> None:
     net = model()
-    ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)
+    ordering = Ordering(24, batch_size=4, unit_size=1, lanes=4, seed=2)
     ordering.attach(net, source="per_example")
     hidden = net[0](X[:4])  # type: ignore[index]
     hidden.register_hook(_raise)
@@ -219,7 +219,7 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="unit_size is 4; make the ordering with unit_size=1"):
         Ordering(8, batch_size=4).attach(model(), source="per_example")
     ordering.observe(randn(4, 3))
-    with pytest.raises(ValueError, match=r"4 turns of this epoch have been observed already"):
+    with pytest.raises(ValueError, match=r"4 rows of this epoch have been observed already"):
         ordering.attach(model(), source="sketch")
 
 
@@ -252,7 +252,7 @@ def test_operations_in_place_after_a_layer() -> None:
     for source in ("attached", "rows"):
         torch.manual_seed(0)
         net = InPlace().double()
-        ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)
+        ordering = Ordering(24, batch_size=4, unit_size=1, lanes=4, seed=2)
         if source == "attached":
             ordering.attach(net, source="per_example")
         orders.append(train(net if source == "attached" else Observed(net, ordering), ordering))
@@ -298,7 +298,7 @@ def test_uneven_workers_with_several_turns_in_a_step(length: int) -> None:
     orders = []
     for source in ("sketch", "per_example"):
         net = model()
-        ordering = Ordering(length, batch_size=8, unit_size=1, world=World.simulated(2))
+        ordering = Ordering(length, batch_size=8, unit_size=1, lanes=2)
         ordering.attach(net, source=source, length=256)  # as long as the gradient: nothing is lost
         while ordering.epoch < 2:
             batch = torch.from_numpy(ordering.remaining()[:8])
@@ -331,7 +331,7 @@ def test_layers_that_are_not_always_used(source: str) -> None:
 def test_identical_examples_and_a_rule_that_takes_roots() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 4))
-    ordering = Ordering(64, batch_size=8, unit_size=1, rule="halving", world=World.simulated(4))
+    ordering = Ordering(64, batch_size=8, unit_size=1, rule="halving", lanes=4)
     ordering.attach(net, source="per_example")
     x = X[:1].float().expand(64, -1) + 1e-7 * randn(64, 6)
     while ordering.epoch < 1:
@@ -368,7 +368,7 @@ def test_a_pass_that_breaks_off_does_not_end_observing() -> None:
 def test_a_loss_that_is_kept_keeps_nothing_else(name: str, source: str) -> None:
     """PyTorch frees what a graph was made for after the backward pass, whoever keeps the loss; so do hooks."""
     model, x, y = build(name, 24)
-    ordering = Ordering(len(x), batch_size=6, unit_size=1, world=World.simulated(6))
+    ordering = Ordering(len(x), batch_size=6, unit_size=1, lanes=6)
     ordering.attach(model, source=source)
     inputs: list[StorageWeakRef] = []
 
@@ -389,7 +389,7 @@ def test_a_loss_that_is_kept_keeps_nothing_else(name: str, source: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "unknown"])
 def test_a_graph_that_is_kept_counts_once(name: str) -> None:
     model, x, y = build(name, 6)
-    ordering = Ordering(12, batch_size=6, unit_size=1, world=World.simulated(6))
+    ordering = Ordering(12, batch_size=6, unit_size=1, lanes=6)
     ordering.attach(model, source="sketch")
     found: list[Tensor] = []
     attachment: Any = ordering._attachment
@@ -406,7 +406,7 @@ def test_a_graph_that_is_kept_counts_once(name: str) -> None:
 @pytest.mark.parametrize("source", ["per_example", "sketch"])
 def test_a_graph_that_is_used_up_is_an_error(source: str) -> None:
     model, x, _ = build("mlp", 6)
-    ordering = Ordering(12, batch_size=6, unit_size=1, world=World.simulated(6))
+    ordering = Ordering(12, batch_size=6, unit_size=1, lanes=6)
     ordering.attach(model, source=source)
     outputs = model(x)
     outputs.mean().backward()
@@ -419,7 +419,7 @@ def test_a_graph_that_is_used_up_is_an_error(source: str) -> None:
 def test_a_tensor_between_layers_may_be_asked_about_first(source: str) -> None:
     """Its gradient is found without going on to the layer, which the pass that comes later needs yet."""
     model, x, y = build("mlp", 6)
-    ordering = Ordering(12, batch_size=6, unit_size=1, world=World.simulated(6))
+    ordering = Ordering(12, batch_size=6, unit_size=1, lanes=6)
     ordering.attach(model, source=source)
     for _ in range(2):
         h = model[0](x)  # type: ignore[index]
@@ -435,7 +435,7 @@ def test_inputs_that_are_views_of_what_is_trained_are_as_they_were(source: str) 
         torch.manual_seed(1)
         mix, out = nn.Linear(6, 6).double(), nn.Linear(6, 4).double()
         prompt = randn(6, seed=3).double().requires_grad_()  # is no parameter of what is attached
-        ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=2)
+        ordering = Ordering(24, batch_size=4, unit_size=1, lanes=4, seed=2)
         ordering.attach(nn.ModuleList([mix, out]), source=source, length=64)
         found = []
         for _ in range(18):

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import cross_entropy
 
 from _inputs import randn
-from cdgrab import Ordering, World
+from cdgrab import Ordering
 from cdgrab.per_example.engine import register
 
 SOURCES = ["per_example", "sketch"]
@@ -23,7 +23,7 @@ def two_layers() -> nn.Sequential:
 
 
 def attached(model: nn.Module, source: str = "per_example", **options: Any) -> Ordering:
-    ordering = Ordering(40, batch_size=4, unit_size=1, world=World.simulated(4), **options)
+    ordering = Ordering(40, batch_size=4, unit_size=1, lanes=4, **options)
     ordering.attach(model, source=source)
     return ordering
 

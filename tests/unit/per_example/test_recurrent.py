@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from _inputs import randn
 from _models import factors_of, one_by_one, rows_of
-from cdgrab import Ordering, World
+from cdgrab import Ordering
 from cdgrab.per_example import recurrent
 from cdgrab.per_example.factors import Matrix
 from cdgrab.sources.rows import ExampleRows
@@ -164,7 +164,7 @@ def test_buffers_that_are_filled_again_change_nothing(kind: str) -> None:
 
     def order(*, buffered: bool) -> list[int]:
         net = long_net(kind)
-        ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=1)
+        ordering = Ordering(24, batch_size=4, unit_size=1, lanes=4, seed=1)
         ordering.attach(net, source="per_example")
         x, y = randn(24, 3, 30, dtype=torch.float64), torch.arange(24) % 5
         buffer = torch.empty(4, 3, 30, dtype=torch.float64)
@@ -180,7 +180,7 @@ def test_buffers_that_are_filled_again_change_nothing(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["lstm", "attention", "unknown"])
 def test_nothing_is_kept_of_passes_that_are_over(kind: str) -> None:
     net = long_net(kind)
-    ordering = Ordering(16, batch_size=4, unit_size=1, world=World.simulated(4))
+    ordering = Ordering(16, batch_size=4, unit_size=1, lanes=4)
     ordering.attach(net, source="per_example")
     x, y = randn(4, 3, 30, dtype=torch.float64), torch.arange(4)
     counts = []

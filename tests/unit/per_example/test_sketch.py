@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from _inputs import randn
 from _models import MODELS, build, rows_of
-from cdgrab import Ordering, World
+from cdgrab import Ordering
 from cdgrab.balancing.tally import WITNESS_SHARE
 from cdgrab.per_example.factors import Lookup
 from cdgrab.per_example.plan import matrices_of
@@ -188,7 +188,7 @@ def test_imbalance_is_that_of_whole_rows() -> None:
     def imbalance(source: str, **how: Any) -> float:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 10)).double()
-        ordering = Ordering(512, batch_size=16, unit_size=1, world=World.simulated(16), seed=how.pop("seed", 0))
+        ordering = Ordering(512, batch_size=16, unit_size=1, lanes=16, seed=how.pop("seed", 0))
         ordering.attach(model, source=source, **how)
         x, y = randn(512, 40, dtype=torch.float64), torch.arange(512) % 10
         epochs(ordering, model, x, y, 1)
@@ -204,7 +204,7 @@ def test_witnesses_take_no_part_in_decisions() -> None:
     model, x, y = build("transformer", 24)
 
     def order(scale: float) -> list[int]:
-        ordering = Ordering(24, batch_size=4, unit_size=1, world=World.simulated(4), seed=1)
+        ordering = Ordering(24, batch_size=4, unit_size=1, lanes=4, seed=1)
         ordering.attach(model, source="sketch", length=64)
         attachment: Any = ordering._attachment
         observe, witnesses = attachment.observe, 64 // WITNESS_SHARE
@@ -399,7 +399,7 @@ def test_rows_of_an_epoch_are_of_one_form() -> None:
         lambda: ordering.observe(randn(2, 16)),
     ]
     for other in others:
-        with pytest.raises(ValueError, match="2 turns of this epoch have been observed already, as sketches of 16"):
+        with pytest.raises(ValueError, match="2 rows of this epoch have been observed already, as sketches of 16"):
             other()
     ordering.set_epoch(1)
     ordering.observe(randn(2, 3))
@@ -410,7 +410,7 @@ def test_gradients_that_are_too_long_are_left_out_everywhere() -> None:
     model, x, y = build("transformer", 8, torch.float32)
 
     def figures(*scales: float) -> dict[str, float]:
-        ordering = Ordering(8 * len(scales), batch_size=8, unit_size=1, seed=1)
+        ordering = Ordering(8 * len(scales), batch_size=8, unit_size=1, lanes=1, seed=1)
         ordering.attach(model, source="sketch", length=16)
         for scale in scales:
             (scale * cross_entropy(model(x), y)).backward()

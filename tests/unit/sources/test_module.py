@@ -73,8 +73,8 @@ def test_orders_without_gradients_count_backward_passes() -> None:
 def test_what_cannot_be_served() -> None:
     with pytest.raises(ValueError, match="the model has no trainable parameter"):
         Ordering(DATA, batch_size=4).attach(nn.ReLU())
-    with pytest.raises(ValueError, match="simulated workers share one model"):
-        Ordering(DATA, batch_size=4, world=World.simulated(2)).attach(nn.Linear(4, 3))
+    with pytest.raises(ValueError, match="unit_size is 2, but a backward pass gives one gradient"):
+        Ordering(DATA, batch_size=4, unit_size=2).attach(nn.Linear(4, 3))
     with pytest.raises(ValueError, match="Linear is not wrapped, but there are 2 ranks"):
         Ordering(DATA, batch_size=4, world=World(0, 2)).attach(nn.Linear(4, 3))
 

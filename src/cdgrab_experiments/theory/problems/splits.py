@@ -12,7 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cdgrab.lanes import IntArray, generator
+from cdgrab_experiments.theory.seeds import generator
+
+IntArray = npt.NDArray[np.int64]
 
 
 def clusters(seeds: int, num_units: int, classes: int, features: int) -> tuple[Tensor, Tensor]:
