@@ -29,7 +29,7 @@ class Case:
 
     order: str = "cd-grab"
     rule: str = "greedy"
-    lanes: int = 4
+    lanes: int = 4  # in one process; ranks have as many as there are by default
     batch: int = 8  # of all ranks together
     unit: int | None = 1
     length: int = 53
@@ -117,7 +117,6 @@ class Training:
         self.model: nn.Module = DistributedDataParallel(self.net) if ranks > 1 and case.source else self.net
         self.x, self.y = data(case.length)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=case.momentum)
-        simulated = ranks == 1 and case.lanes > 1
         self.ordering = cdgrab.Ordering(
             case.length,
             batch_size=case.batch // ranks,
@@ -126,7 +125,7 @@ class Training:
             rule=case.rule,
             drop_last=case.drop_last,
             exchange=case.exchange,
-            world=cdgrab.World.simulated(case.lanes) if simulated else None,
+            lanes=case.lanes if ranks == 1 else None,
             seed=3,
         )
         if case.source == "sketch":
