@@ -10,19 +10,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import cycle
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from cdgrab import Ordering
-from cdgrab.per_example.layers import widened
-from cdgrab.sources.rows import ExampleRows
-from cdgrab_experiments.steps import Batch, block_steps, flat_gradients, layer_rows
+from cdgrab_experiments.steps import Batch, block_steps, flat_gradients, gradients_by_unit
 from cdgrab_experiments.tasks.base import Problem
-
-_LONG = 1 << 28  # bytes of a step's rows from which on they are not copied
 
 
 class Recorded(NamedTuple):
@@ -36,10 +31,8 @@ class CapturedSteps:
     """The steps of one process on a GPU, replayed.
 
     A short last batch, and everything before the first capture, runs eagerly through the same code. A model that the
-    ordering is attached to gives sketches, which are taken from the attachment and observed later.
-
-    Rows are copied to where they wait for those of other steps. Long ones are not: each of them has a place of its own,
-    with a recording that writes there.
+    ordering is attached to gives rows or sketches, which are taken from the attachment and observed later. Rows of
+    several steps are copied into one block.
 
     The ordering observes rows beside training, on a stream of its own: it reads memory most of the time, while steps
     compute. So there are two blocks of rows, one that is written and one that is observed.
@@ -59,18 +52,16 @@ class CapturedSteps:
         self._parameters = [p for p in problem.model.parameters() if p.requires_grad]
         self._device = self._parameters[0].device
         self._flat_D = flat_gradients(self._parameters)
-        self._attachment = cast("Any", ordering._attachment)  # makes sketches, if they are wanted
-        self._sketch_ND: Tensor | None = None  # of the last batch
-        if self._attachment is not None:
-            self._attachment.observe = self._take_sketch
-        elif balanced and problem.gradient is None:
-            self._rows = ExampleRows(problem.model, problem.examples)
-        self._recorded: dict[tuple[int, int], Recorded] = {}  # by block and place in it
+        self._attached_ND: Tensor | None = None  # rows or sketches of the last batch, by the attachment
+        attachment = cast("Any", ordering._attachment)
+        if attachment is not None:
+            attachment.observe = self._take_rows
+        self._by_backward = problem.gradient is None and (attachment is not None or not balanced)
+        self._recorded: Recorded | None = None
         self._captured_at: list[float] = []
         self._index_SN = torch.zeros(0, batch, dtype=torch.int64, device=self._device)
         self._step = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._blocks: list[Tensor] = []  # each `K x N x D`
-        self._long = balanced and self._attachment is None and batch * self._flat_D.nbytes >= _LONG
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         if self._device.type == "cuda":
             # Steps come first where both want to run.
@@ -90,16 +81,14 @@ class CapturedSteps:
         observed: list[torch.cuda.Event] = []  # ends of the blocks so far
         waiting = 0
         for _ in range(steps):
-            place = len(observed) % 2, waiting
             if waiting == 0 and len(observed) > 1:
                 self._wait_for(observed[-2])  # this block's rows have been read
-            recorded = self._recorded[place if self._long else (0, 0)]
-            recorded.graph.replay()
-            if recorded.rows_ND is None:
+            assert self._recorded is not None
+            self._recorded.graph.replay()
+            if self._recorded.rows_ND is None:
                 continue
-            block_KND = self._blocks[place[0]]
-            if not self._long:
-                block_KND[waiting].copy_(recorded.rows_ND)
+            block_KND = self._blocks[len(observed) % 2]
+            block_KND[waiting].copy_(self._recorded.rows_ND)
             waiting += 1
             if waiting == len(block_KND):
                 observed.append(self._observe(block_KND))
@@ -149,14 +138,14 @@ class CapturedSteps:
         self._index_SN.copy_(whole_SN)
         self._step.zero_()
         rates = [group["lr"] for group in self._optimizer.param_groups]
-        if steps and (not self._recorded or rates != self._captured_at):
+        if steps and (self._recorded is None or rates != self._captured_at):
             self._capture()
             if self._balanced and not self._captured_at:
                 self._rehearse(steps, len(index_M) % self._batch)
             self._captured_at = rates
 
     def forget(self) -> None:
-        self._recorded = {}
+        self._recorded = None
 
     def _rehearse(self, steps: int, rest: int) -> None:
         """An epoch of another ordering on rows of zeros, so that all its kernels are compiled before the clock runs."""
@@ -180,34 +169,24 @@ class CapturedSteps:
         torch.cuda.current_stream().wait_stream(self._sorting)
 
     def _capture(self) -> None:
-        """Run a few steps to warm up, undo them, then record one, or as many as have places of their own."""
+        """Run a few steps to warm up, undo them, then record one."""
         self.forget()
         parameters = [p.detach().clone() for p in self._parameters]
         state = copy.deepcopy(self._optimizer.state_dict())
-        if self._long and not self._blocks:
-            # With an even number for each lane, a step's rows are pairs already; otherwise those of two steps are.
-            self._make_blocks(1 if self._batch // self._ordering.lanes % 2 == 0 else 2, widened(self._flat_D))
-        places: dict[tuple[int, int], Tensor | None] = {(0, 0): None}
-        if self._long:
-            places = {(i, k): place_ND for i, block in enumerate(self._blocks) for k, place_ND in enumerate(block)}
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _, place_ND in zip(range(max(3, len(places))), cycle(places.values())):
+            for _ in range(3):
                 self._step.zero_()  # an epoch may be shorter than three steps
-                self._body(place_ND)  # kernels depend on how a place is aligned
+                self._body()
         torch.cuda.current_stream().wait_stream(stream)
         self._restore(parameters, state)
-        pool = None
-        for key, place_ND in places.items():
-            self._step.zero_()
-            graph = torch.cuda.CUDAGraph()
-            # They run one after the other, and what one leaves is in places of its own: they may share memory.
-            with torch.cuda.graph(graph, pool=pool, stream=self._capturing):
-                rows_ND = self._body(place_ND)
-            pool = graph.pool()
-            self._recorded[key] = Recorded(graph, rows_ND)
-        if not self._long and rows_ND is not None and (not self._blocks or self._blocks[0].shape[1:] != rows_ND.shape):
+        self._step.zero_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._capturing):
+            rows_ND = self._body()
+        self._recorded = Recorded(graph, rows_ND)
+        if rows_ND is not None and (not self._blocks or self._blocks[0].shape[1:] != rows_ND.shape):
             self._make_blocks(block_steps(len(rows_ND), rows_ND[0]), rows_ND[0])
         # Recording changes nothing, but for what the optimizer noted on the host.
         self._restore(parameters, state)
@@ -231,30 +210,26 @@ class CapturedSteps:
                 else:
                     value.zero_()  # momentum and the like begin at zero
 
-    def _body(self, place_ND: Tensor | None) -> Tensor | None:
+    def _body(self) -> Tensor | None:
         index_N = self._index_SN.index_select(0, self._step)[0]
-        rows_ND = self._gradient(tuple(part.index_select(0, index_N) for part in self._problem.train), place_ND)
+        rows_ND = self._gradient(tuple(part.index_select(0, index_N) for part in self._problem.train))
         self._optimizer.step()
         self._step.add_(1)
         return rows_ND
 
-    def _gradient(self, batch: Batch, place_ND: Tensor | None = None) -> Tensor | None:
-        """Leave the batch's gradient in the parameters; rows of its units, if they are wanted, in `place_ND`."""
-        problem, num = self._problem, len(batch[0])
-        if not self._balanced or self._attachment is not None:
-            if problem.gradient is not None:
-                self._flat_D.copy_(problem.gradient(problem.model, *batch))
-            else:
-                self._flat_D.zero_()
-                problem.loss(problem.model, *batch).backward()
-            return self._sketch_ND
-        if place_ND is None:
-            place_ND = widened(self._flat_D).new_empty(num, len(self._flat_D))
+    def _gradient(self, batch: Batch) -> Tensor | None:
+        """Leave the batch's gradient in the parameters; returns rows of its units if the order asks for them."""
+        problem = self._problem
+        if self._by_backward:
+            self._flat_D.zero_()
+            problem.loss(problem.model, *batch).backward()
+            return self._attached_ND
+        rows_ND = self._flat_D.new_empty(len(batch[0]), len(self._flat_D)) if self._balanced else None
         if problem.gradient is not None:
-            self._flat_D.copy_(problem.gradient(problem.model, *batch, rows=place_ND))
-        else:
-            layer_rows(self._rows, problem, batch, self._batch, place_ND, self._flat_D)
-        return place_ND
+            self._flat_D.copy_(problem.gradient(problem.model, *batch, rows=rows_ND))
+        elif rows_ND is not None:
+            gradients_by_unit(problem, batch, self._batch, rows_ND, self._flat_D)
+        return rows_ND
 
-    def _take_sketch(self, rows_ND: Tensor) -> None:
-        self._sketch_ND = rows_ND
+    def _take_rows(self, rows_ND: Tensor) -> None:
+        self._attached_ND = rows_ND

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdgrab import Ordering
-from cdgrab.sources.rows import ExampleRows
 from cdgrab_experiments.tasks.base import LateRows, Problem
 
 # How many steps' rows are collected at most, and how many bytes of rows; on a GPU there are two such blocks. What is
@@ -181,8 +180,7 @@ class EagerSteps:
         if problem.gradient is not None:
             self._gradient = self._in_closed_form
         elif in_parts:
-            self._gradient = self._by_layers
-            self._rows = ExampleRows(problem.model, problem.examples)
+            self._gradient = self._by_unit
         # Batches of several steps are fetched at once.
         of_step = batch * sum(part[:1].nbytes for part in problem.train)
         self._fetched = max(1, min(_MOST_STEPS["cpu"], _MOST_BYTES["cpu"] // of_step))
@@ -246,9 +244,8 @@ class EagerSteps:
             self._flat_D.div_(self._ranks)
             self.seconds_exchange += time.perf_counter() - start
 
-    def _by_layers(self, batch: Batch) -> None:
-        place_ND = self._collector.place(len(batch[0]))
-        layer_rows(self._rows, self._problem, batch, self._batch, place_ND, self._flat_D)
+    def _by_unit(self, batch: Batch) -> None:
+        gradients_by_unit(self._problem, batch, self._batch, self._collector.place(len(batch[0])), self._flat_D)
 
 
 def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
@@ -259,9 +256,13 @@ def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
     return flat_D
 
 
-def layer_rows(rows: ExampleRows, problem: Problem, batch: Batch, whole: int, place_ND: Tensor, flat_D: Tensor) -> None:
-    """Write what every unit adds to the gradient into `place_ND`, and the gradient into `flat_D`."""
-    num = len(batch[0])
-    rows(lambda: problem.loss(problem.model, *batch), num, place_ND, flat_D)
-    if num != whole:  # the mean over fewer units gives each of them more weight
-        place_ND.mul_(num / whole)
+def gradients_by_unit(problem: Problem, batch: Batch, whole: int, rows_ND: Tensor, flat_D: Tensor) -> None:
+    """Write every unit's gradient, over the units of a `whole` batch, into `rows_ND`, and the batch's into `flat_D`.
+
+    One backward pass for each unit: a unit is several examples, which a pass over the batch would not put together.
+    """
+    parameters = [p for p in problem.model.parameters() if p.requires_grad]
+    for unit, row_D in zip(zip(*(part.split(1) for part in batch), strict=True), rows_ND, strict=True):
+        grads = torch.autograd.grad(problem.loss(problem.model, *unit) / whole, parameters)
+        torch.cat([grad.flatten() for grad in grads], out=row_D)
+    torch.mul(rows_ND.sum(0), whole / len(rows_ND), out=flat_D)  # the mean over fewer units weighs each of them more

@@ -81,8 +81,7 @@ class Trainer:
             raise ValueError(
                 f"source {config.source!r} makes short rows of single examples' layers, which {config.task} has not"
             )
-        sketched = config.source != "exact"
-        if balanced and not closed and (sketched or not captured) and (ranks > 1 or problem.examples == 1):
+        if balanced and not closed and (ranks > 1 or problem.examples == 1):
             self._attach(model)
         self._steps: Steps
         if captured:

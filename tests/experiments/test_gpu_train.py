@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from _problems import PROBLEMS, config
-from cdgrab_experiments import captured
 from cdgrab_experiments.runner import Place, run
 from cdgrab_experiments.tasks import wikitext2
 from cdgrab_experiments.tasks.cifar10 import lenet
@@ -30,20 +28,6 @@ def test_captured_steps(name: str, order: str, optimizer: str) -> None:
         # In a graph, Adam counts its steps in single precision.
         rel = 1e-5 if capture and optimizer == "adamw" else 1e-9
         assert [record.loss for record in trainer.run()] == pytest.approx(here, rel=rel)
-
-
-@pytest.mark.parametrize("workers", [3, 6])  # pairs within a step, and from one to the next
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_long_rows_are_written_where_they_are_observed(
-    name: str, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = config(order="cd-grab", workers=workers, batch_size=6)
-    here = [record.loss for record in Trainer(chosen, PROBLEMS[name](31)).run()]
-    monkeypatch.setattr(captured, "_LONG", 0)
-    trainer = Trainer(chosen, PROBLEMS[name](31), device="cuda")
-    assert [record.loss for record in trainer.run()] == pytest.approx(here, rel=1e-9)
-    steps: Any = trainer._steps
-    assert len(steps._recorded) == (2 if workers == 3 else 4)  # two blocks of one place, or of two
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
@@ -78,8 +62,7 @@ def test_runs_repeat_to_the_bit(order: str, source: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(parameters(), parameters(), strict=True))
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_what_goes_on_side_by_side_does_not_get_mixed_up(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_on_side_by_side_does_not_get_mixed_up() -> None:
     """A model large enough that rows, steps and the sorter overlap, over hundreds of steps."""
     tokens = torch.randint(0, 3000, (400, 4, 36), generator=torch.Generator().manual_seed(0))
 
@@ -96,8 +79,6 @@ def test_what_goes_on_side_by_side_does_not_get_mixed_up(long: bool, monkeypatch
         return losses, [parameter.detach().clone() for parameter in problem.model.parameters()]
 
     here, _ = trained("cpu")  # one after the other
-    if long:
-        monkeypatch.setattr(captured, "_LONG", 0)
     (first, parameters), (second, again) = trained("cuda"), trained("cuda")
     assert first == second
     assert all(torch.equal(a, b) for a, b in zip(parameters, again, strict=True))

@@ -20,12 +20,8 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from cdgrab.balancing.tables import takes_triton
 from cdgrab.per_example.scatter import add_at
 from cdgrab.per_example.sketch import Paired, Spread
-
-_LONG_ROW = 1 << 18  # numbers from which on rows are cleared one by one
-_MOST_POSITIONS = 2048  # of a lookup: the Triton kernel compares all of them with each other
 
 
 class Factors(Protocol):
@@ -132,7 +128,9 @@ class Lookup:
     def rows(self) -> Tensor:
         num, _, q = self.b_NTq.shape
         rows_ND = self.b_NTq.new_zeros(num, self.num_rows * q)
-        self.add_rows(rows_ND)
+        line_NT = torch.arange(num, device=rows_ND.device)[:, None] * self.num_rows + self.index_NT
+        place_NTq = line_NT[:, :, None] * q + torch.arange(q, device=rows_ND.device)
+        add_at(rows_ND.view(-1), place_NTq, self.b_NTq)
         return rows_ND
 
     def spread(self, spread: Spread) -> Tensor:
@@ -151,53 +149,7 @@ class Lookup:
         found: Tensor = torch.ops.aten.embedding_dense_backward(b_Mq, index_M, self.num_rows, -1, False)
         return found
 
-    def add_rows(self, place_ND: Tensor, *, turned: bool = False) -> None:
-        """Add to rows that are columns of a larger tensor; `turned`, as in `write_rows`."""
-        q = self.b_NTq.shape[2]
-        strides = (1, self.num_rows) if turned else (q, 1)
-        if self.b_NTq.shape[1] <= _MOST_POSITIONS and takes_triton(self.b_NTq, place_ND):
-            from cdgrab.accel import triton_lookups
-
-            triton_lookups.add_lookups(self.index_NT, self.b_NTq, place_ND, strides)
-            return
-        num, row = len(place_ND), place_ND.stride(0)
-        # Number by number from its beginning to its end: what lies between rows is not touched.
-        flat = place_ND.as_strided(((num - 1) * row + place_ND.shape[1],), (1,))
-        first_NT = torch.arange(num, device=flat.device)[:, None] * row + self.index_NT * strides[0]
-        index_NTq = first_NT[:, :, None] + torch.arange(q, device=flat.device) * strides[1]
-        add_at(flat, index_NTq, self.b_NTq)
-
 
 def by_example(x: Tensor, num: int) -> Tensor:
     """`N x T x features`. A batch flattened into `N * T` rows, example by example, is taken apart again."""
     return x.reshape(num, -1, x.shape[-1])
-
-
-def write_rows(parts: list[Factors], place_ND: Tensor, *, written: bool = False, turned: bool = False) -> None:
-    """The sum of `parts` as rows, into columns of a larger tensor; of none, zero. Added to what is `written` there.
-
-    On a GPU products go where they belong, and nothing is formed to be copied. Of a matrix that is `turned`, which is a
-    parameter of linear layers and lookups only, the transpose is written.
-    """
-    # All but lookups write the whole place, which then need not be zero before.
-    for part in sorted(parts, key=lambda part: isinstance(part, Lookup)):
-        if isinstance(part, Matrix):
-            first, second = (part.a_NTp, part.b_NTq) if turned else (part.b_NTq, part.a_NTp)
-            place_ND.unflatten(1, (first.shape[2], -1)).baddbmm_(first.mT, second, beta=int(written))
-        elif not isinstance(part, Lookup):
-            place_ND.copy_(place_ND + part.rows() if written else part.rows())
-        else:
-            if not written:
-                _clear(place_ND)
-            part.add_rows(place_ND, turned=turned)
-        written = True
-    if not written:
-        _clear(place_ND)
-
-
-def _clear(place_ND: Tensor) -> None:
-    if place_ND.shape[1] < _LONG_ROW:
-        place_ND.zero_()
-        return
-    for row_D in place_ND:  # each lies in one piece, which is filled twice as fast
-        row_D.zero_()

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from _inputs import randn
 from _models import factors_of, one_by_one, rows_of
 from cdgrab.per_example.factors import Matrix
 from cdgrab.per_example.plan import matrices_of
-from cdgrab.sources.rows import ExampleRows
 
 NUM, LENGTH, WIDTH = 5, 7, 8
 
@@ -84,18 +82,6 @@ def test_rows(name: str) -> None:
     net, x, y = reader(name)
     expected = one_by_one(net, x, y)
     torch.testing.assert_close(rows_of(net, x, y), expected)
-    torch.testing.assert_close(ExampleRows(net)(lambda: cross_entropy(net(x), y, reduction="sum"), NUM), expected)
-
-
-def test_examples_of_several_sequences() -> None:
-    net, x, y = reader("padding")
-    x, y = x[:4], y[:4]
-    expected = []
-    for part, targets in zip(x.split(2), y.split(2), strict=True):
-        grads = torch.autograd.grad(cross_entropy(net(part), targets, reduction="sum"), list(net.parameters()))
-        expected.append(torch.cat([grad.flatten() for grad in grads]))
-    found = ExampleRows(net, parts=2)(lambda: cross_entropy(net(x), y, reduction="sum"), 2)
-    torch.testing.assert_close(found, torch.stack(expected))
 
 
 class Weighing(nn.Module):

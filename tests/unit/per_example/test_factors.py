@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
+from _inputs import randn
 from _models import MODELS, build, factors_of, one_by_one, rows_of
 from cdgrab import Ordering, flat_grad
+from cdgrab.per_example.convolution import Geometry, patches
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -63,3 +67,79 @@ def test_orders_are_those_of_rows(name: str, workers: int, per_step: int) -> Non
         orders.append([order.tolist() for order in ordering.orders])
         assert ordering.metrics()["seconds"] > 0
     assert orders[0] == orders[1]
+
+
+class TiedTable(nn.Module):
+    """A table that is looked up, is also a linear layer, and is looked up once more.
+
+    Without `answers` the linear layer has no part in the loss.
+    """
+
+    def __init__(self, words: int, answers: bool) -> None:
+        super().__init__()
+        self.table, self.head, self.out = nn.Embedding(words, 4), nn.Linear(4, words, bias=False), nn.Linear(4, 3)
+        self.head.weight = self.table.weight
+        self.answers = answers
+
+    def forward(self, index: Tensor) -> Tensor:
+        scores = self.head(self.table(index))
+        again = self.table(scores.argmax(-1) if self.answers else index)
+        return self.out(again.sum(1) + (scores[:, :, :4].tanh().sum(1) if self.answers else 0.0))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize("words", [5, 80])
+def test_a_table_with_several_uses(words: int, answers: bool) -> None:
+    torch.manual_seed(2)
+    model = TiedTable(words, answers).double()
+    x, y = torch.randint(words, (6, 3)), torch.arange(6) % 3
+    torch.testing.assert_close(rows_of(model, x, y), one_by_one(model, x, y))
+
+
+def test_a_layer_without_a_gradient_gets_none() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused, self.idle = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.unused(x)
+            return self.used(x)  # type: ignore[no-any-return]
+
+    found = rows_of(Half(), randn(4, 3), torch.arange(4) % 2)
+    assert found.shape == (4, 24)
+    assert bool(found[:, :8].any(1).all())
+    assert not found[:, 8:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_half_precision_are_single(dtype: torch.dtype) -> None:
+    model, x, y = build("tied", 6)
+    expected = one_by_one(model, x, y)
+    found = rows_of(model.to(dtype), x, y)
+    assert found.dtype == torch.float32
+    assert float((found - expected).norm() / expected.norm()) < 0.05
+
+
+def test_norms_without_a_bias() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, bias=False), nn.Linear(4, 2)).double()
+    x, y = randn(5, 3, dtype=torch.float64), torch.arange(5) % 2
+    torch.testing.assert_close(rows_of(model, x, y), one_by_one(model, x, y))
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 2)])
+@pytest.mark.parametrize("dilation", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("padding", [(0, 0), (1, 2)])
+@pytest.mark.parametrize("stride", [(1, 1), (3, 2)])
+def test_patches(
+    kernel: tuple[int, int], dilation: tuple[int, int], padding: tuple[int, int], stride: tuple[int, int]
+) -> None:
+    x = randn(2, 3, 8, 9)
+    outputs = F.conv2d(x, randn(4, 3, *kernel), None, stride, padding, dilation).shape[2:]
+    expected = F.unfold(x, kernel, dilation, padding, stride)
+    geometry = Geometry(tuple(outputs), kernel, dilation, padding, stride)
+    assert torch.equal(patches(x, geometry), expected)
+    assert torch.equal(patches(x.mT.contiguous().mT, geometry), expected)
+    part = patches(torch.cat([x, x])[2:], geometry)  # not where its memory begins
+    assert torch.equal(part, expected)

@@ -135,6 +135,27 @@ def test_an_input_that_is_needed_may_not() -> None:
         loss.backward()
 
 
+class Shift(nn.Module):
+    """Runs once more for its gradients. PyTorch itself does not need its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def test_an_input_of_a_layer_that_runs_again_may_not() -> None:
+    layers = nn.ModuleList([nn.Linear(3, 5), Shift()])
+    attached(layers)
+    hidden = layers[0](randn(4, 3))
+    loss = layers[1](hidden).square().mean()
+    hidden.add_(1.0)
+    with pytest.raises(ValueError, match=r"layer '1' \(Shift\) took or gave was changed in place"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_graph_that_is_used_up(source: str) -> None:
     model = two_layers()

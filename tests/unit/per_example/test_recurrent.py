@@ -16,7 +16,6 @@ from _models import factors_of, one_by_one, rows_of
 from cdgrab import Ordering
 from cdgrab.per_example import recurrent
 from cdgrab.per_example.factors import Matrix
-from cdgrab.sources.rows import ExampleRows
 
 NUM = 6
 KINDS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
@@ -76,11 +75,6 @@ def test_rows(kind: str, shape: str, uses: str) -> None:
     net, (x, y) = reader(kind, shape, uses), data()
     expected = one_by_one(net, x, y)
     torch.testing.assert_close(rows_of(net, x, y), expected)
-    rows = ExampleRows(net)
-    for _ in range(3):  # the first is held against a whole pass
-        found = rows(lambda: cross_entropy(net(x), y, reduction="sum"), NUM)
-        torch.testing.assert_close(found, expected)
-    assert "forward" not in vars(net.recurrent)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,39 +82,19 @@ def test_states_that_are_given(kind: str) -> None:
     net, (x, y) = reader(kind, "both ways", "outputs", state=True), data()
     expected = one_by_one(net, x, y)
     torch.testing.assert_close(rows_of(net, x, y), expected)
-    rows = ExampleRows(net)
-    for _ in range(2):
-        torch.testing.assert_close(rows(lambda: cross_entropy(net(x), y, reduction="sum"), NUM), expected)
 
 
 def test_parameters_that_change_and_are_frozen() -> None:
     net, (x, y) = reader("lstm", "two layers", "outputs"), data()
-    rows = ExampleRows(net)
-    rows(lambda: cross_entropy(net(x), y, reduction="sum"), NUM)
     for _ in range(2):
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.mul_(1.5)
-        expected = one_by_one(net, x, y)
-        torch.testing.assert_close(rows(lambda: cross_entropy(net(x), y, reduction="sum"), NUM), expected)
-        torch.testing.assert_close(rows_of(net, x, y), expected)
+        torch.testing.assert_close(rows_of(net, x, y), one_by_one(net, x, y))
     net.recurrent.weight_hh_l0.requires_grad_(False)
     records = factors_of(net, x, y)
     assert "recurrent.weight_hh_l0" not in records
     assert "recurrent.weight_ih_l0" in records
-
-
-def test_examples_of_several_sequences() -> None:
-    net, (x, y) = reader("gru", "two layers", "outputs"), data()
-    expected = []
-    for part, targets in zip(x.split(2), y.split(2), strict=True):
-        grads = torch.autograd.grad(cross_entropy(net(part), targets, reduction="sum"), list(net.parameters()))
-        expected.append(torch.cat([grad.flatten() for grad in grads]))
-    rows = ExampleRows(net, parts=2)
-    found = rows(lambda: cross_entropy(net(x), y, reduction="sum"), NUM // 2)
-    torch.testing.assert_close(found, torch.stack(expected))
-    with pytest.raises(ValueError, match=r"layer '0' \(Conv1d\) takes examples apart one by one"):
-        ExampleRows(nn.Sequential(nn.Conv1d(3, 3, 1)), parts=2)
 
 
 def test_projections_are_differentiated_example_by_example() -> None:
@@ -243,9 +217,6 @@ def test_layers_that_are_used_twice() -> None:
     net, (x, y) = Twice().double(), data()
     expected = one_by_one(net, x, y)
     torch.testing.assert_close(rows_of(net, x, y), expected)
-    rows = ExampleRows(net)
-    for _ in range(3):
-        torch.testing.assert_close(rows(lambda: cross_entropy(net(x), y, reduction="sum"), NUM), expected)
 
 
 def test_dropout_that_begins_later_is_refused() -> None:
@@ -274,23 +245,8 @@ def test_weights_that_are_made_of_others_are_differentiated_example_by_example()
 
 def test_rows_under_autocast() -> None:
     net, (x, y) = reader("lstm", "one layer", "outputs").float(), data()
-    x, rows = x.float(), ExampleRows(net)
+    x = x.float()
     expected = one_by_one(net, x, y)
-    for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
-            found = rows(lambda: cross_entropy(net(x).float(), y, reduction="sum"), NUM)
-        assert float((found - expected).norm()) < 0.05 * float(expected.norm())
-
-
-def test_what_a_stood_in_layer_was_given_may_not_change() -> None:
-    net, (x, y) = reader("lstm", "one layer", "outputs"), data()
-    rows = ExampleRows(net)
-
-    def loss() -> Tensor:
-        value = cross_entropy(net(x), y)
-        x.add_(1.0)
-        return value
-
-    with pytest.raises(ValueError, match="changed in place"):
-        rows(loss, NUM)
-    assert "forward" not in vars(net.recurrent)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = rows_of(net, x, y)
+    assert float((found - expected).norm()) < 0.05 * float(expected.norm())
