@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from _inputs import randn
 from cdgrab import Ordering, flat_grad
+from cdgrab.factors import Factors
 from cdgrab.per_example.capture import ExampleCapture
-from cdgrab.per_example.factors import Factors
 
 
 class Lenet(nn.Module):

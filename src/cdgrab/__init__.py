@@ -6,7 +6,7 @@ from cdgrab.functional import balance_rounds, balance_vectors
 from cdgrab.ordering import Ordering
 from cdgrab.orders import ORDERS
 from cdgrab.orders.herding import herding_bound
-from cdgrab.per_example.functional import per_example_grads
+from cdgrab.per_example.example_grads import per_example_grads
 from cdgrab.sampler import OrderedSampler
 from cdgrab.sources.flat import flat_grad, set_flat_grad
 from cdgrab.world import World

@@ -27,6 +27,7 @@ from cdgrab.per_example.engine import (
 )
 from cdgrab.per_example.first_batch import FirstBatch
 from cdgrab.per_example.layers import MIXES_EXAMPLES, LayerFactors, differentiated, handler_of
+from cdgrab.per_example.layers.recurrent import Opened, called_with, opens
 from cdgrab.per_example.plan import (
     Layer,
     changed_in_place,
@@ -37,8 +38,7 @@ from cdgrab.per_example.plan import (
     find_layers,
     spent,
 )
-from cdgrab.per_example.recurrent import Opened, called_with, opens
-from cdgrab.per_example.rows import RowBuilder
+from cdgrab.per_example.row_builders import RowBuilder
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering

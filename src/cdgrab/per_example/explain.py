@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cdgrab.per_example.plan import Layer, find_layers, matrices_of
-from cdgrab.per_example.sketch import TRANSFORM, kind_of
+from cdgrab.per_example.sketch import kind_of
+from cdgrab.per_example.sketch_maps import TRANSFORM
 
 _MAPS = {
     "paired": "paired: from Fourier features of inputs and output gradients, or of the gradient where that is cheaper.",

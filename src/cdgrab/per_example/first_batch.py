@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cdgrab.factors import Factors
 from cdgrab.per_example.engine import aside
-from cdgrab.per_example.factors import Factors
 from cdgrab.per_example.plan import Miss, check_misses
 
 

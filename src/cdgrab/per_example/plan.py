@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from cdgrab.per_example.attention import attends
 from cdgrab.per_example.layers import MIXES_EXAMPLES, WHOLE, handler_of
-from cdgrab.per_example.recurrent import opens
+from cdgrab.per_example.layers.attention import attends
+from cdgrab.per_example.layers.recurrent import opens
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from cdgrab.exchange.agreement import check_same
 from cdgrab.intake import Sketched
 from cdgrab.per_example.capture import ExampleCapture
 from cdgrab.per_example.plan import matrices_of
-from cdgrab.per_example.rows import RowBuilder, SketchedRows, WholeRows
+from cdgrab.per_example.row_builders import RowBuilder, SketchedRows, WholeRows
 from cdgrab.per_example.sketch import Sketch
 from cdgrab.sources import Attachment
 from cdgrab.sources.ddp import DdpAttachment

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from _inputs import randn
 from _models import factors_of, one_by_one, rows_of
-from cdgrab.per_example.factors import Matrix
+from cdgrab.factors import Matrix
 from cdgrab.per_example.plan import matrices_of
 
 NUM, LENGTH, WIDTH = 5, 7, 8

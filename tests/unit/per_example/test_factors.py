@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from _inputs import randn
 from _models import MODELS, build, factors_of, one_by_one, rows_of
 from cdgrab import Ordering, flat_grad
-from cdgrab.per_example.convolution import Geometry, patches
+from cdgrab.per_example.layers.convolution import Geometry, patches
 
 DTYPES = [torch.float64, torch.float32]
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from _inputs import randn
 from _models import MODELS, build, one_by_one, rows_of
 from cdgrab import Ordering
-from cdgrab.per_example.factors import Lookup
+from cdgrab.factors import Lookup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 MODELS_ON_GPU = list(MODELS)

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from _inputs import randn
 from _models import factors_of, one_by_one, rows_of
 from cdgrab import Ordering
-from cdgrab.per_example import recurrent
-from cdgrab.per_example.factors import Matrix
+from cdgrab.factors import Matrix
+from cdgrab.per_example.layers import recurrent
 
 NUM = 6
 KINDS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}

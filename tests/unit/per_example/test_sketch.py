@@ -14,10 +14,11 @@ from _inputs import randn
 from _models import MODELS, build, rows_of
 from cdgrab import Ordering
 from cdgrab.balancing.tally import WITNESS_SHARE
-from cdgrab.per_example.factors import Lookup
+from cdgrab.factors import Lookup
 from cdgrab.per_example.plan import matrices_of
-from cdgrab.per_example.reference import projection
-from cdgrab.per_example.sketch import MOST_FEATURES, TRANSFORM, Paired, Sketch, Spread, checked_length
+from cdgrab.per_example.sketch import Sketch, checked_length
+from cdgrab.per_example.sketch_maps import MOST_FEATURES, TRANSFORM, Paired, Spread
+from cdgrab.per_example.sketch_reference import projection
 
 
 class Convolutions(nn.Module):
@@ -137,7 +138,7 @@ def test_parts_of_a_batch_are_sketched_alike(monkeypatch: pytest.MonkeyPatch) ->
         model, x, y = built(name)
         expected = rows_of(model, x, y, source="sketch", length=16)
         monkeypatch.setitem(MOST_FEATURES, "cpu", 1)
-        monkeypatch.setattr("cdgrab.per_example.sketch._WAITING", 1)
+        monkeypatch.setattr("cdgrab.per_example.sketch_maps._WAITING", 1)
         torch.testing.assert_close(rows_of(model, x, y, source="sketch", length=16), expected)
 
 
@@ -423,7 +424,7 @@ def test_gradients_that_are_too_long_are_left_out_everywhere() -> None:
 
 
 def test_passes_that_differ_without_end_keep_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cdgrab.per_example.sketch._MOST_PADDED", 200)
+    monkeypatch.setattr("cdgrab.per_example.sketch_maps._MOST_PADDED", 200)
     names = [f"bias {i}" for i in range(6)]
     sketch = Sketch({name: torch.Size((10,)) for name in names}, set(), 16, 0)
     for number in range(1, 64):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from cdgrab.per_example.factors import Factors, Matrix, Rows, by_example
+from cdgrab.factors import Factors, Matrix, Rows, by_example
 
 _INWARDS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _PARAMETERS = {*_INWARDS, "in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}

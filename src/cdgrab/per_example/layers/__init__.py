@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from cdgrab.per_example.attention import attends
-from cdgrab.per_example.attention import run_again as run_attention_again
-from cdgrab.per_example.convolution import Convolved, Geometry, patches
-from cdgrab.per_example.factors import Factors, Lookup, Matrix, Rows, Summed, by_example
-from cdgrab.per_example.recurrent import Opened, opens
-from cdgrab.per_example.recurrent import run_again as run_recurrent_again
+from cdgrab.factors import Factors, Lookup, Matrix, Rows, Summed, by_example
+from cdgrab.per_example.layers.attention import attends
+from cdgrab.per_example.layers.attention import run_again as run_attention_again
+from cdgrab.per_example.layers.convolution import Convolved, Geometry, patches
+from cdgrab.per_example.layers.recurrent import Opened, opens
+from cdgrab.per_example.layers.recurrent import run_again as run_recurrent_again
 
 LayerFactors = dict[str, Factors]  # by the name of the parameter in the layer
 Handler = Callable[[Any, Tensor, Tensor, int], LayerFactors]

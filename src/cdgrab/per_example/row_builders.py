@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cdgrab.per_example.factors import Factors
+from cdgrab.factors import Factors
 from cdgrab.per_example.sketch import Sketch
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
 from cdgrab.accel import numba_convolution
-from cdgrab.per_example.sketch import Paired, Spread
+from cdgrab.per_example.sketch_maps import Paired, Spread
 
 _MOST_PATCHES = {"cpu": 1 << 19, "cuda": 1 << 26}  # numbers: a CPU keeps them in cache, a GPU has room
 

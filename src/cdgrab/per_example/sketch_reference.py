@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cdgrab.balancing.tally import WITNESS_SHARE
-from cdgrab.per_example.sketch import Paired, Sketch, Spread, turn_sizes
+from cdgrab.per_example.sketch import Sketch
+from cdgrab.per_example.sketch_maps import Paired, Spread, turn_sizes
 
 
 def projection(shapes: Mapping[str, torch.Size], matrices: Collection[str], length: int, seed: int) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cdgrab.per_example.scatter import add_at
-from cdgrab.per_example.sketch import Paired, Spread
+from cdgrab.per_example.sketch_maps import Paired, Spread
 
 
 class Factors(Protocol):

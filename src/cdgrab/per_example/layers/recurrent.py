@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves
 
-from cdgrab.per_example.factors import Factors, Matrix, Rows, by_example
+from cdgrab.factors import Factors, Matrix, Rows, by_example
 
 _NARROW = 64  # hidden numbers, below which a CPU spends its time on calling
 State = tuple[Tensor, ...]
