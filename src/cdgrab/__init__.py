@@ -1,5 +1,6 @@
 """Gradient-balanced data ordering for PyTorch: GraB and CD-GraB as a drop-in sampler."""
 
+from cdgrab import factors
 from cdgrab.balancing.rules import RULES, Greedy, Halving, Walk
 from cdgrab.data import Indexed
 from cdgrab.functional import balance_rounds, balance_vectors
@@ -7,6 +8,8 @@ from cdgrab.ordering import Ordering
 from cdgrab.orders import ORDERS
 from cdgrab.orders.herding import herding_bound
 from cdgrab.per_example.example_grads import per_example_grads
+from cdgrab.per_example.layers import register_layer
+from cdgrab.per_example.layers.base import LayerAdapter
 from cdgrab.sampler import OrderedSampler
 from cdgrab.sources.flat import flat_grad, set_flat_grad
 from cdgrab.world import World
@@ -19,6 +22,7 @@ __all__ = [
     "Greedy",
     "Halving",
     "Indexed",
+    "LayerAdapter",
     "OrderedSampler",
     "Ordering",
     "Walk",
@@ -26,8 +30,10 @@ __all__ = [
     "__version__",
     "balance_rounds",
     "balance_vectors",
+    "factors",
     "flat_grad",
     "herding_bound",
     "per_example_grads",
+    "register_layer",
     "set_flat_grad",
 ]

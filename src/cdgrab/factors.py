@@ -1,13 +1,13 @@
-"""Gradients of single examples with respect to one parameter, as what the layer saw in a step: its factors.
+"""Factors: the gradients of single examples with respect to one parameter, in the form a layer has them.
 
 A linear layer with inputs `a` and output gradients `b` has, for example `i`, the gradient `sum_t outer(b_it, a_it)`.
 Its rows, its sketches and the gradient of the batch follow from `a` and `b`. Five forms cover every layer:
 
     Matrix      factors `a` and `b`, as above
     Lookup      the same for an embedding, whose `a` says which row of the table was used
-    Convolved   the same for a convolution, whose `a` are patches of its input (`convolution.py`)
+    Convolved   the same for a convolution, whose `a` are patches of its input (`per_example/layers/convolution.py`)
     Summed      vectors whose sum over positions is the gradient, as those of biases and norms
-    Rows        the gradients themselves, where a layer gives nothing else
+    Rows        the gradients themselves, for layers that give nothing else
 
 Shapes: `N` examples, `T` positions, `p` inputs, `q` outputs of a layer; `D` numbers of the parameter, `k` of a sketch.
 """
@@ -15,7 +15,7 @@ Shapes: `N` examples, `T` positions, `p` inputs, `q` outputs of a layer; `D` num
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,11 +23,16 @@ from torch import Tensor
 from cdgrab.per_example.scatter import add_at
 from cdgrab.per_example.sketch_maps import Paired, Spread
 
+__all__ = ["Factors", "Lookup", "Matrix", "Rows", "Summed", "by_example"]
+
 
 class Factors(Protocol):
     """Gradients of `N` examples with respect to one parameter."""
 
-    def scaled(self, factor: float) -> Self:
+    def __len__(self) -> int:
+        """The number of examples."""
+
+    def scaled(self, factor: float) -> Factors:
         """The same gradients, times `factor`."""
 
     def rows(self) -> Tensor:
@@ -48,6 +53,9 @@ class Rows:
     """Gradients as rows."""
 
     rows_ND: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows_ND)
 
     def scaled(self, factor: float) -> Rows:
         return Rows(self.rows_ND * factor)
@@ -70,6 +78,9 @@ class Summed:
     """Gradients `sum_t vector_t`."""
 
     vectors_NTp: Tensor
+
+    def __len__(self) -> int:
+        return len(self.vectors_NTp)
 
     def scaled(self, factor: float) -> Summed:
         return Summed(self.vectors_NTp * factor)
@@ -96,6 +107,9 @@ class Matrix:
     a_NTp: Tensor
     b_NTq: Tensor
 
+    def __len__(self) -> int:
+        return len(self.a_NTp)
+
     def scaled(self, factor: float) -> Matrix:
         return Matrix(self.a_NTp, self.b_NTq * factor)
 
@@ -121,6 +135,9 @@ class Lookup:
     index_NT: Tensor
     b_NTq: Tensor
     num_rows: int
+
+    def __len__(self) -> int:
+        return len(self.index_NT)
 
     def scaled(self, factor: float) -> Lookup:
         return Lookup(self.index_NT, self.b_NTq * factor, self.num_rows)

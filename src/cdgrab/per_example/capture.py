@@ -7,117 +7,67 @@ loop does with the loss does not change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from cdgrab.per_example.engine import (
-    aside,
-    at_end_of_pass,
-    current_pass,
-    gets_gradient,
-    graph_is_kept,
-    register,
-    within_transform,
-)
+from cdgrab.per_example.calls import DeferredCall, InputCall, not_tensors
+from cdgrab.per_example.engine import aside, at_end_of_pass, current_pass, graph_is_kept, register, within_transform
 from cdgrab.per_example.first_batch import FirstBatch
-from cdgrab.per_example.layers import MIXES_EXAMPLES, LayerFactors, differentiated, handler_of
-from cdgrab.per_example.layers.recurrent import Opened, called_with, opens
-from cdgrab.per_example.plan import (
-    Layer,
-    changed_in_place,
-    check_count,
-    check_mixing,
-    check_whole,
-    counted_twice,
-    find_layers,
-    spent,
-)
+from cdgrab.per_example.layers.base import LayerFactors
+from cdgrab.per_example.passes import BackwardPass, GradientSinks, ModelPasses
+from cdgrab.per_example.plan import Layer, ParameterNames, check_factors, find_layers
 from cdgrab.per_example.row_builders import RowBuilder
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
 
 
-class _Call:
-    """One call of a known layer, with an input that must stay as it is until its output gradient comes."""
+class BatchFactors:
+    """Takes the factors of a batch layer by layer: the first batch is checked, and all are made into rows.
 
-    __slots__ = ("counted", "layer", "shape", "version", "x")
+    Args:
+        layers: Of the model.
+        trainable: Its parameters, by name.
+        rows: Makes rows of factors.
+    """
 
-    def __init__(self, layer: Layer, x: Tensor, shape: torch.Size) -> None:
-        self.layer, self.shape = layer, shape
-        self.x: Tensor | None = x
-        self.version = x._version
-        self.counted = False  # whether it was part of a batch
+    def __init__(self, layers: list[Layer], trainable: dict[str, nn.Parameter], rows: RowBuilder) -> None:
+        self._rows = rows
+        self._names = ParameterNames(layers, trainable)
+        self._first_batch = FirstBatch(trainable, self._names.late)
 
-    def input(self) -> Tensor:
-        """What the layer saw, now that its output gradient is there."""
-        if self.x is None:
-            raise spent(self.layer)
-        if self.counted:
-            raise counted_twice()
-        # Without a trained weight nobody needs the input.
-        if self.x._version != self.version and self.layer.module.weight.requires_grad:
-            raise changed_in_place(self.layer)
-        return self.x
+    def add(self, layer: Layer, found: LayerFactors, num: int, share: float) -> None:
+        """Take the factors of `num` examples; every example counts as much as `share` says."""
+        if self._first_batch.under_way:
+            check_factors(layer, found, num)
+        for key, factors in found.items():
+            if not layer.module.get_parameter(key).requires_grad:
+                continue
+            name = self._names.of(layer, key)
+            if self._first_batch.under_way:
+                self._first_batch.add(name, factors)
+            self._rows.add(name, factors if share == 1 else factors.scaled(share))
 
-    def finish(self, graph_stays: bool) -> None:
-        """After a batch. Without the graph its input is not needed again, and must not live as long as the output."""
-        self.counted = True
-        if not graph_stays:
-            self.x = None
+    def finish(self) -> Tensor:
+        """The rows of the batch, which is over."""
+        if self._first_batch.under_way:
+            self._first_batch.finish()
+        return self._rows.finish()
 
+    def drop(self) -> None:
+        """Forget a batch that broke off."""
+        self._rows.drop()
+        if self._first_batch.under_way:
+            self._first_batch.begin()
 
-@dataclass
-class _Deferred:
-    """One call of a layer that runs once more at the end of the pass; gradients of its outputs come one by one."""
-
-    layer: Layer
-    args: Any
-    kwargs: Any
-    grads: list[Tensor | None]
-    versions: list[int]  # of the tensors it was called with
-    spent: bool = False  # whether there can be no other backward pass
-    counted: bool = False  # whether it was part of a batch
-
-    def is_unchanged(self) -> bool:
-        return self.versions == _versions(self.args, self.kwargs)
-
-
-def _versions(args: Any, kwargs: Any) -> list[int]:
-    return [leaf._version for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-
-
-class _Names:
-    """What the parameters of layers are called in the model. One with several names goes by the first of them."""
-
-    def __init__(self, layers: list[Layer], parameters: Mapping[str, nn.Parameter]) -> None:
-        first = {id(parameter): name for name, parameter in parameters.items()}
-        self._names = {
-            (layer.name, key): first[id(parameter)]
-            for layer in layers
-            for key, parameter in layer.module.named_parameters(remove_duplicate=False)
-            if parameter.requires_grad
-        }
-
-    def of(self, layer: Layer, key: str) -> str:
-        name = self._names.get((layer.name, key))
-        if name is None:
-            raise ValueError(
-                f"{key!r} of layer {layer.name!r} was frozen when the model was attached and is trained now; call "
-                "detach(), and attach the model again"
-            )
-        return name
-
-    def of_unknown(self, layers: list[Layer]) -> set[str]:
-        """Parameters whose gradients are found at the end of the pass."""
-        unknown = {layer.name for layer in layers if not layer.known}
-        return {name for (layer, _), name in self._names.items() if layer in unknown}
+    def stop(self) -> None:
+        """Leave the parameters alone."""
+        self._first_batch.stop()
 
 
 class ExampleCapture:
@@ -135,198 +85,111 @@ class ExampleCapture:
     """
 
     def __init__(self, ordering: Ordering, model: nn.Module, rows: RowBuilder, *, mean: bool) -> None:
-        self._ordering, self._rows, self._mean = ordering, rows, mean
+        self._ordering, self._mean = ordering, mean
         self.observe: Callable[[Tensor], None] = ordering._observe
         layers = find_layers(model)
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._names = _Names(layers, trainable)
-        self._first_batch = FirstBatch(trainable, self._names.of_unknown(layers))
-        self._trainable = list(trainable.values())
-        self._own = {id(parameter) for parameter in self._trainable}
-        self._sink = self._trainable[0]  # a parameter that got a gradient in the last batch
-        self._first: Layer | None = None  # the layer whose output gradient came first in the last pass
-        self._mixing = [(name, m) for name, m in model.named_modules() if isinstance(m, MIXES_EXAMPLES)]
-        self._task: int | None = None  # the backward pass under way
-        self._num = 0  # of its examples
-        self._is_batch = False  # whether it leaves gradients in parameters
-        self._graph_stays = True  # for another pass
-        self._used: list[_Call] = []  # by it
-        self._deferred: list[_Deferred] = []
-        self._opened: dict[nn.Module, Opened] = {}
-        self._differentiating = self._detached = False
-        self._forwards = self._backwards = 0  # passes through the whole model, and those that were batches
+        self._factors = BatchFactors(layers, trainable, rows)
+        self._sinks = GradientSinks(list(trainable.values()))
+        self._model_passes = ModelPasses(model)
+        self._pass = BackwardPass()
+        self._num = 0  # of examples in it
+        self._running_again = False
         self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
         for layer in layers:
-            after = self._after_known if layer.known else self._after_unknown
-            self._handles.append(layer.module.register_forward_hook(after(layer), with_kwargs=True))
+            after = self._after_deferred if layer.adapter.runs_again else self._after_forward
+            self._handles.append(layer.module.register_forward_hook(partial(after, layer), with_kwargs=True))
 
     def settle(self) -> None:
         """Nothing waits: rows are observed before `backward()` returns."""
 
     def detach(self) -> None:
-        self._detached = True  # outputs that are there still have their hooks
-        for handle in self._handles:
+        handles, self._handles = self._handles, []
+        for handle in handles:
             handle.remove()
-        self._first_batch.stop()
+        self._factors.stop()
 
     # In the forward pass
 
     def _before_forward(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and not self._differentiating and not within_transform():
-            self._forwards += 1
-            for name, module in self._mixing:
-                check_mixing(name, module)
+        if torch.is_grad_enabled() and not self._running_again and not within_transform():
+            self._model_passes.forward()
 
-    def _after_unknown(self, layer: Layer) -> Callable[..., None]:
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            if self._differentiating or within_transform() or not any(leaf.requires_grad for leaf in outputs):
-                return
-            check_whole(layer.name, module)
-            if opens(module):
-                called_with(*args, **kwargs)  # refuses what it cannot serve
-            # The caller may refill a buffer of its own before the pass is over. A shared tensor is copied once.
-            copies: dict[int, Tensor] = {}
-            args, kwargs = tree_map_only(
-                Tensor,
-                lambda leaf: copies.setdefault(id(leaf), leaf.clone()) if is_from_outside(leaf) else leaf,
-                (args, kwargs),
-            )
-            count = len(outputs)  # the hook must not hold on to the outputs, which hold on to it
-            deferred = _Deferred(layer, args, kwargs, [None] * count, _versions(args, kwargs))
+    def _after_forward(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
+        """Keep the input of a layer that needs its input and output gradient only."""
+        if self._running_again or within_transform():
+            return
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        if not (isinstance(x, Tensor) and isinstance(output, Tensor)):
+            raise not_tensors(layer, x, output)
+        if not output.requires_grad:
+            return
+        call = InputCall(layer, x, output.shape)
+        hook = partial(self._on_gradient, call, self._sinks.behind(layer, output))
+        # An operation in place gives a view another history, and the hook would never be called.
+        base = output._base if output._is_view() else None
+        register(output if base is None or base.numel() != output.numel() else base, hook)
 
-            def on_grad(grad: Tensor, place: int) -> None:
-                if current_pass() != self._task:
-                    self._begin()
-                if not self._is_batch:
-                    return
-                if deferred.counted:
-                    raise counted_twice()
-                if not any(known is deferred for known in self._deferred):  # gradients of another pass do not count
-                    deferred.grads = [None] * count
-                    self._deferred.append(deferred)
-                deferred.grads[place] = grad
-                deferred.spent = not self._graph_stays
-
-            for place, leaf in enumerate(outputs):
-                if leaf.requires_grad:
-                    leaf.register_hook(partial(on_grad, place=place))
-
-        return after
-
-    def _after_known(self, layer: Layer) -> Callable[..., None]:
-        def after(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:  # noqa: ARG001
-            if self._differentiating or not output.requires_grad or within_transform():
-                return
-            call = _Call(layer, args[0] if args else next(iter(kwargs.values())), output.shape)
-            sink = self._sink_behind(output) if layer is self._first else None
-
-            def on_grad(grad: Tensor) -> None:
-                if current_pass() != self._task:
-                    self._first = layer
-                    self._begin(sink)
-                if self._is_batch:
-                    self._used.append(call)
-                    with aside(grad.device):
-                        self._take(call, grad)
-
-            # An operation in place gives a view another history, and the hook would never be called.
-            base = output._base if output._is_view() else None
-            register(output if base is None or base.numel() != output.numel() else base, on_grad)
-
-        return after
-
-    def _sink_behind(self, output: Tensor) -> Any:
-        """The node that leaves a gradient in a parameter of the layer with this output, if it is easily found."""
-        nodes: Any = () if output.grad_fn is None else output.grad_fn.next_functions
-        return next((node for node, _ in nodes if id(getattr(node, "variable", None)) in self._own), None)
+    def _after_deferred(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Keep what a layer was called with that runs once more at the end of the backward pass."""
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if self._running_again or within_transform() or not any(leaf.requires_grad for leaf in outputs):
+            return
+        layer.adapter.check(layer.name, module)
+        layer.adapter.check_call(args, kwargs)
+        # The hooks must not hold on to the outputs, which hold on to them.
+        call = DeferredCall(layer, args, kwargs, len(outputs))
+        for number, leaf in enumerate(outputs):
+            if leaf.requires_grad:
+                leaf.register_hook(partial(self._on_deferred_gradient, call, number))
 
     # In the backward pass
 
-    def _begin(self, sink: Any = None) -> None:
-        """A pass has begun; `sink` is the node of a parameter that it may go on to."""
+    def _on_gradient(self, call: InputCall, sink: Any, grad: Tensor) -> None:
+        if self._joins_batch(call.layer, sink):
+            self._pass.calls.append(call)
+            with aside(grad.device):
+                self._add(call.layer, call.factors(grad, self._num))
+
+    def _on_deferred_gradient(self, call: DeferredCall, output: int, grad: Tensor) -> None:
+        if self._joins_batch():
+            self._pass.defer(call, output, grad)
+
+    def _joins_batch(self, layer: Layer | None = None, sink: Any = None) -> bool:
+        """Whether the pass under way, which may begin here, is a batch; `sink` is a node that it may go on to."""
+        if current_pass() != self._pass.task:
+            self._begin(layer, sink)
+        return self._pass.is_batch
+
+    def _begin(self, layer: Layer | None, sink: Any) -> None:
         # If a pass before broke off, what it left is not to be mixed with what comes.
-        self._deferred.clear()
-        self._used.clear()
-        self._rows.drop()
-        if self._first_batch.under_way:
-            self._first_batch.begin()
-        self._task = current_pass()
-        self._is_batch = not self._detached and self._leaves_gradients(sink)
+        self._factors.drop()
+        is_batch = bool(self._handles) and self._sinks.get_gradient(layer, sink)  # outputs keep hooks when detached
+        self._pass = BackwardPass(current_pass(), is_batch, graph_is_kept())
         self._num = self._ordering._examples_due()
-        self._graph_stays = graph_is_kept()
-        if self._is_batch:  # otherwise somebody asks for gradients of something else, with torch.autograd.grad
+        if is_batch:
             at_end_of_pass(self._on_end_of_backward)
 
-    def _leaves_gradients(self, sink: Any) -> bool:
-        """Whether the pass under way leaves one in a parameter: the sink's, the last one that got one, or any."""
-        if sink is not None and gets_gradient(sink.variable, sink):
-            return True
-        found = next((p for p in (self._sink, *self._trainable) if gets_gradient(p)), None)
-        self._sink = self._sink if found is None else found
-        return found is not None
-
-    def _take(self, call: _Call, grad: Tensor) -> None:
-        """Make rows of what a known layer saw."""
-        layer, x, grad = call.layer, call.input(), grad.reshape(call.shape)
-        handler = handler_of(layer.module)
-        assert handler is not None
-        if len(grad) != self._num:
-            check_count(layer, [grad], self._num)
-        grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        x = x.detach().to(grad.dtype) if x.is_floating_point() else x.detach()
-        self._add(layer, handler(layer.module, x, grad, self._num))
-
-    def _add(self, layer: Layer, factors: LayerFactors) -> None:
+    def _add(self, layer: Layer, found: LayerFactors) -> None:
         # The mean over fewer examples gives each of them more weight.
         share = self._num / self._ordering.batch_size if self._mean else 1.0
-        for key, of_parameter in factors.items():
-            if not _is_trained(layer.module, key):
-                continue
-            name = self._names.of(layer, key)
-            if self._first_batch.under_way:
-                self._first_batch.add(name, of_parameter)
-            self._rows.add(name, of_parameter if share == 1 else of_parameter.scaled(share))
+        self._factors.add(layer, found, self._num, share)
 
     def _on_end_of_backward(self) -> None:
-        self._task = None
-        self._backwards += 1
-        if 0 < self._forwards < self._backwards:
-            self._backwards = self._forwards
-            raise counted_twice()
-        with aside(self._trainable[0].device):
-            self._run_deferred()
-            if self._first_batch.under_way:
-                self._first_batch.finish()
-            for call in self._used:
-                call.finish(self._graph_stays)
-            self._used = []
-            self.observe(self._rows.finish())
+        ended, self._pass = self._pass, BackwardPass()
+        self._model_passes.batch()
+        with aside(self._sinks.device):
+            self._run_again(ended.deferred)
+            rows = self._factors.finish()
+            for call in ended.calls:
+                call.finish(ended.graph_stays)
+            self.observe(rows)
 
-    def _run_deferred(self) -> None:
-        """Layers that are not known run again, and are differentiated."""
-        deferred, self._deferred = self._deferred, []
-        self._differentiating = True  # they are not to be watched meanwhile
+    def _run_again(self, calls: list[DeferredCall]) -> None:
+        self._running_again = True  # hooks must not take it for another forward pass
         try:
-            for call in deferred:
-                if not call.is_unchanged():
-                    raise changed_in_place(call.layer)
-                check_count(call.layer, call.grads, self._num)
-                module = call.layer.module
-                found = differentiated(module, call.args, call.kwargs, call.grads, self._num, self._opened)
-                self._add(call.layer, found)
-                call.counted = True
-                if call.spent:
-                    call.args, call.kwargs = (), {}
+            for call in calls:
+                self._add(call.layer, call.factors(self._num))
+                call.finish()
         finally:
-            self._differentiating = False
-
-
-def is_from_outside(x: Tensor) -> bool:
-    """Whether the caller holds it, or the tensor it is a view of: a reused buffer, a trained parameter."""
-    return x.is_leaf or (x._is_view() and x._base is not None and x._base.is_leaf)
-
-
-def _is_trained(module: nn.Module, key: str) -> bool:
-    parameter = getattr(module, key, None) if "." not in key else module.get_parameter(key)
-    return parameter is not None and parameter.requires_grad
+            self._running_again = False

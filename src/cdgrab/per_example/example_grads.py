@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from cdgrab.per_example.layers import MIXES_EXAMPLES
-from cdgrab.per_example.plan import check_mixing
+from cdgrab.per_example.layers.norms import check_mixing, mixing_layers
 
 
 def per_example_grads(
@@ -40,9 +39,8 @@ def per_example_grads(
     def loss_of(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return loss_fn(functional_call(model, (params, frozen, buffers), (x[None],)), y[None])
 
-    for name, module in model.named_modules():
-        if isinstance(module, MIXES_EXAMPLES):
-            check_mixing(name, module)
+    for name, module in mixing_layers(model):
+        check_mixing(name, module)
     # Dropout and the like draw anew for every example, as they do in a batch.
     compute = vmap(grad(loss_of), in_dims=(None, 0, 0), randomness="different")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ _MAPS = {
     "spread": "spread: from a product of inputs or output gradients with random signs.",
     "folded": "folded: the gradient is formed, and added up with random signs.",
 }
-_CHANNELS_FIRST = (nn.Conv1d, nn.Conv2d, nn.GroupNorm)
 
 
 class _Part(NamedTuple):
@@ -41,7 +41,8 @@ def explain(model: nn.Module, length: int, inputs: tuple[Any, ...] = ()) -> str:
         trained = [p for p in layer.module.parameters() if p.requires_grad]
         parts = [_part(p.shape, length, places, factored=names[id(p)] in matrices, exact=exact) for p in trained]
         own = sum(3 * places * p.numel() for p in trained)
-        extra = sum(part.work for part in parts) / own + (0 if layer.known else 1)
+        again = layer.adapter.runs_again
+        extra = sum(part.work for part in parts) / own + again
         how = " and ".join(dict.fromkeys(part.how for part in parts))
         table.append(
             [
@@ -50,7 +51,7 @@ def explain(model: nn.Module, length: int, inputs: tuple[Any, ...] = ()) -> str:
                 f"{layer.numel:,}",
                 str(places if inputs else "?"),
                 f"{extra:.2f}x",
-                how if layer.known else f"runs once more; {how}",
+                f"runs once more; {how}" if again else how,
             ]
         )
     kept = "is no longer than a sketch, and nothing is lost" if exact else f"becomes a sketch of {length:,} numbers"
@@ -92,16 +93,13 @@ def _positions(model: nn.Module, layers: list[Layer], inputs: tuple[Any, ...]) -
     found: dict[str, int] = {}
     num = next(len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
 
-    def note(name: str, output: Any) -> None:
+    def note(layer: Layer, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
         output = output[0] if isinstance(output, tuple) else output  # a state beside it
         if isinstance(output, Tensor):
-            channels = output.shape[1] if isinstance(model.get_submodule(name), _CHANNELS_FIRST) else output.shape[-1]
-            found[name] = max(1, output.numel() // (num * channels))
+            channels = output.shape[1 if layer.adapter.channels_first else -1]
+            found[layer.name] = max(1, output.numel() // (num * channels))
 
-    handles = [
-        layer.module.register_forward_hook(lambda module, args, output, name=layer.name: note(name, output))  # noqa: ARG005
-        for layer in layers
-    ]
+    handles = [layer.module.register_forward_hook(partial(note, layer)) for layer in layers]
     try:
         # Dropout draws; the run that goes on must not notice.
         with torch.no_grad(), torch.random.fork_rng():

@@ -7,14 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cdgrab.factors import Factors
 from cdgrab.per_example.engine import aside
-from cdgrab.per_example.plan import Miss, check_misses
+
+
+class Miss(NamedTuple):
+    """By how much the examples' gradients miss that of the batch, and how long it is."""
+
+    error: float
+    length: float
+
+    @classmethod
+    def of(cls, found: Tensor, grad: Tensor) -> Miss:
+        return cls(float((found - grad).norm()), float(grad.norm()))
 
 
 class FirstBatch:
@@ -77,7 +87,8 @@ class FirstBatch:
 
     def _on_gradient(self, name: str, grad: Tensor) -> None:
         if name in self._late:
-            self._gradients[name] = grad.detach().clone()
+            # What comes later is not of this pass: a layer that runs again may differentiate itself.
+            self._gradients.setdefault(name, grad.detach().clone())
         else:
             with aside(grad.device):
                 self._compare(name, grad.detach())
@@ -88,3 +99,16 @@ class FirstBatch:
         if found is None:
             found = torch.zeros_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
         self._misses[name] = Miss.of(found, grad)
+
+
+def check_misses(misses: Mapping[str, Miss]) -> None:
+    """Whether the examples' gradients add up to the batch's: if not, a parameter is used where nobody watches."""
+    # Some gradients are zero but for rounding (the bias of an attention's keys), so the largest sets the scale.
+    noise = 1e-3 * max(miss.length for miss in misses.values())
+    for name, (error, length) in misses.items():
+        if error > 0.1 * length + noise:
+            raise ValueError(
+                f"the gradients of single examples do not add up to that of the batch for the parameter {name!r} "
+                f"(they miss it by {error:.3g}, its length is {length:.3g}): it is used somewhere "
+                "outside of its layer, where it cannot be watched; use the layer itself, or source='batch'"
+            )

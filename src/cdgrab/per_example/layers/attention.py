@@ -3,7 +3,7 @@
 Its projections are linear layers that do not run as modules, so that their outputs are not seen. They are computed once
 more, the attention is differentiated with respect to them, and their factors are those of linear layers.
 
-Shapes: `M` sequences of `L` queries and `S` keys, `E` numbers each, in `h` heads.
+Shapes: `N` examples of `L` queries and `S` keys, `E` numbers each, in `h` heads.
 """
 
 from __future__ import annotations
@@ -12,53 +12,52 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from cdgrab.factors import Factors, Matrix, Rows, by_example
+from cdgrab.factors import Matrix, Rows
+from cdgrab.per_example.layers.base import LayerFactors, check_repeatable, weights_of
+from cdgrab.per_example.layers.unknown import OneByOne
 
 _INWARDS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-_PARAMETERS = {*_INWARDS, "in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}
 
 
-def attends(module: nn.Module) -> bool:
-    """Whether a module is of a kind that is served here: not with keys of its own, nor with weights made of others."""
-    if type(module) is not nn.MultiheadAttention or module.add_zero_attn:
-        return False
-    return {name for name, _ in module.named_parameters()} <= _PARAMETERS
+class _OtherAttention(OneByOne):
+    is_whole = True
+
+    def check(self, name: str, module: Any) -> None:
+        check_repeatable(name, module)
 
 
-def run_again(module: Any, args: Any, kwargs: Any, grad_MLE: Tensor, num: int) -> dict[str, Factors] | None:
-    """Factors of the parameters for `num` examples, each of equally many sequences. None for single sequences.
+class AttentionAdapter(_OtherAttention):
+    """Serves `MultiheadAttention`, but not with keys of its own, nor where its attention weights have a gradient."""
 
-    Args:
-        module: A MultiheadAttention.
-        args: What it was called with.
-        kwargs: The same by name.
-        grad_MLE: Of its output, wide.
-        num: Of examples.
-    """
-    call = _called_with(*args, **kwargs)
-    inputs = [call[name] for name in ("query", "key", "value")]
-    if any(part.ndim != 3 for part in inputs):
-        return None
-    dtype = grad_MLE.dtype
-    weights, biases = _projections(module, dtype)
-    wide = [part.detach().to(dtype) for part in inputs]
-    projected = [linear(x, weight, bias) for x, weight, bias in zip(wide, weights, biases, strict=True)]
-    with torch.enable_grad():
-        q, k, v = (_by_head(part.requires_grad_(), module.num_heads) for part in projected)
-        found_MhLd = scaled_dot_product_attention(q, k, v, _mask(call, module.num_heads, dtype))
-        mixed_MLE = found_MhLd.transpose(1, 2).flatten(2)
-        outwards: Any = module.out_proj
-        grads = torch.autograd.grad(mixed_MLE, projected, grad_MLE @ outwards.weight.detach().to(dtype))
-    with torch.no_grad():
-        b = [by_example(grad, num) for grad in grads]
-        a = [by_example(x, num) for x in wide]
-        b_out = by_example(grad_MLE, num)
-        found: dict[str, Factors] = {"out_proj.weight": Matrix(by_example(mixed_MLE.detach(), num), b_out)}
+    parameters = (*_INWARDS, "in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+    fallback = _OtherAttention()
+
+    def takes(self, module: Any) -> bool:
+        return not module.add_zero_attn and super().takes(module)
+
+    def matrices(self, module: Any) -> list[str]:
+        return weights_of(module)
+
+    def factors_again(self, module: Any, args: Any, kwargs: Any, grads: list[Tensor | None], num: int) -> LayerFactors:
+        call, grad_NLE = _called_with(*args, **kwargs), grads[0]
+        inputs = [call[name] for name in ("query", "key", "value")]
+        if grad_NLE is None or any(g is not None for g in grads[1:]) or any(part.ndim != 3 for part in inputs):
+            return super().factors_again(module, args, kwargs, grads, num)
+        dtype = grad_NLE.dtype
+        weights, biases = _projections(module, dtype)
+        a = [part.detach().to(dtype) for part in inputs]
+        projected = [linear(x, weight, bias) for x, weight, bias in zip(a, weights, biases, strict=True)]
+        with torch.enable_grad():
+            q, k, v = (_by_head(part.requires_grad_(), module.num_heads) for part in projected)
+            found_NhLd = scaled_dot_product_attention(q, k, v, _mask(call, module.num_heads, dtype))
+            mixed_NLE = found_NhLd.transpose(1, 2).flatten(2)
+            b = torch.autograd.grad(mixed_NLE, projected, grad_NLE @ module.out_proj.weight.detach().to(dtype))
+        found: LayerFactors = {"out_proj.weight": Matrix(mixed_NLE.detach(), grad_NLE)}
         if module.in_proj_bias is not None:
-            found["out_proj.bias"] = Rows(b_out.sum(1))
+            found["out_proj.bias"] = Rows(grad_NLE.sum(1))
             found["in_proj_bias"] = Rows(torch.cat([part.sum(1) for part in b], 1))
         if module.in_proj_weight is None:
             return found | {name: Matrix(*both) for name, *both in zip(_INWARDS, a, b, strict=True)}
@@ -92,7 +91,7 @@ def _projections(module: Any, dtype: torch.dtype) -> tuple[list[Tensor], list[Te
 
 
 def _mask(call: dict[str, Any], heads: int, dtype: torch.dtype) -> Tensor | None:
-    """What is added to scores, of a shape that fits `M x h x L x S`."""
+    """What is added to scores, of a shape that fits `N x h x L x S`."""
     parts: list[Tensor] = []
     if call["mask"] is not None:
         mask = _as_summand(call["mask"], dtype)
@@ -111,6 +110,6 @@ def _as_summand(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return summand
 
 
-def _by_head(part_MTE: Tensor, heads: int) -> Tensor:
-    num, length, _ = part_MTE.shape
-    return part_MTE.view(num, length, heads, -1).transpose(1, 2)
+def _by_head(part_NTE: Tensor, heads: int) -> Tensor:
+    num, length, _ = part_NTE.shape
+    return part_NTE.view(num, length, heads, -1).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Gradients of a convolution: those of a linear layer on patches of its input.
+"""Convolutions: linear layers on patches of their input.
 
 Shapes: `N` examples, `T` positions of an output, `p` numbers of a patch, `q` channels of an output; `S` positions of
 an input, `F` frequencies of a sketch.
@@ -8,17 +8,50 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
 from cdgrab.accel import numba_convolution
+from cdgrab.factors import Factors, Rows
+from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors
+from cdgrab.per_example.layers.unknown import OneByOne
 from cdgrab.per_example.sketch_maps import Paired, Spread
 
 _MOST_PATCHES = {"cpu": 1 << 19, "cuda": 1 << 26}  # numbers: a CPU keeps them in cache, a GPU has room
+
+
+class _OtherConvolution(OneByOne):
+    channels_first = True
+
+
+class ConvolutionAdapter(LayerAdapter):
+    """Serves `Conv1d` and `Conv2d` with zeros for padding. In groups, gradients are formed."""
+
+    channels_first = True
+    parameters = ("weight", "bias")
+    fallback = _OtherConvolution()
+
+    def takes(self, module: nn.Conv1d | nn.Conv2d) -> bool:
+        return module.padding_mode == "zeros" and not isinstance(module.padding, str) and super().takes(module)
+
+    def matrices(self, module: nn.Conv1d | nn.Conv2d) -> tuple[str, ...]:
+        return ("weight",) if module.groups == 1 else ()
+
+    def factors(self, module: nn.Conv1d | nn.Conv2d, x: Tensor, grad: Tensor, num: int) -> LayerFactors:  # noqa: ARG002
+        sizes: list[Any] = [module.kernel_size, module.dilation, module.padding, module.stride]
+        if x.ndim == 3:  # a line is an image of height one
+            x, grad = x[:, :, None], grad[:, :, None]
+            sizes = [(first, *size) for first, size in zip((1, 1, 0, 1), sizes, strict=True)]
+        geometry = Geometry(tuple(grad.shape[2:]), *sizes)
+        weight: Factors = Convolved(x, grad, geometry)
+        if module.groups > 1:
+            a, b = (part.unflatten(1, (module.groups, -1)) for part in (patches(x, geometry), grad.flatten(2)))
+            weight = Rows((b @ a.mT).flatten(1))
+        return {"weight": weight, **({} if module.bias is None else {"bias": Rows(grad.flatten(2).sum(2))})}
 
 
 class Geometry(NamedTuple):
@@ -38,6 +71,9 @@ class Convolved:
     x: Tensor
     grad: Tensor
     geometry: Geometry
+
+    def __len__(self) -> int:
+        return len(self.x)
 
     def scaled(self, factor: float) -> Convolved:
         return replace(self, grad=self.grad * factor)

@@ -6,253 +6,202 @@ they change nothing, and their gradients are those of the gates. Or the layer ca
 for GPUs, where single steps would be nothing but launches, and for narrow layers; for others on a CPU the second takes
 half of the time, or a third.
 
-Shapes: `M` sequences, `T` steps in time, `p` inputs, `H` hidden numbers, `G` those of all gates.
+Shapes: `N` examples, `T` steps in time, `p` inputs, `H` hidden numbers, `G` those of all gates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves
 
-from cdgrab.factors import Factors, Matrix, Rows, by_example
+from cdgrab.factors import Matrix, Rows
+from cdgrab.per_example.layers.base import LayerFactors, check_repeatable, weights_of, widened
+from cdgrab.per_example.layers.unknown import OneByOne
 
 _NARROW = 64  # hidden numbers, below which a CPU spends its time on calling
 State = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Tap:
+class OneByOneRecurrent(OneByOne):
+    """Serves recurrent layers with projections, with weights made of others, and subclasses."""
+
+    is_whole = True
+
+    def check(self, name: str, module: Any) -> None:
+        check_repeatable(name, module)
+
+    def factors_again(self, module: Any, args: Any, kwargs: Any, grads: list[Tensor | None], num: int) -> LayerFactors:
+        if len(args) > 1 or kwargs:
+            raise ValueError(
+                f"{type(module).__name__} with projections, or with weights made of others, is called with a state, "
+                "which is not laid out example by example; let it begin with none, or freeze it"
+            )
+        return super().factors_again(module, args, kwargs, grads, num)
+
+    def args_of_one(self, module: Any, args: Any) -> Any:
+        """With a state of zeros that belong to this example; those the module makes would belong to none."""
+        [x] = args
+        layers, zero = module.num_layers * (1 + module.bidirectional), 0 * x.flatten()[0]
+        h = zero + x.new_zeros(layers, len(x), getattr(module, "proj_size", 0) or module.hidden_size)
+        c = zero + x.new_zeros(layers, len(x), module.hidden_size)
+        return x, (h, c) if isinstance(module, nn.LSTM) else h
+
+
+class RecurrentAdapter(OneByOneRecurrent):
+    """Serves `LSTM`, `GRU` and `RNN`, with a state or without, for all examples together.
+
+    On a GPU factors are as exact as cuDNN's own gradients, by the setting for single precision that holds there.
+    """
+
+    fallback = OneByOneRecurrent()
+
+    def takes(self, module: Any) -> bool:
+        known = isinstance(module, (nn.LSTM, nn.GRU, nn.RNN)) and not module.proj_size
+        return known and set(module._flat_weights_names) == module._parameters.keys()
+
+    def matrices(self, module: Any) -> list[str]:
+        return weights_of(module)
+
+    def example_dim(self, output: int) -> int:
+        return 1 if output > 0 else 0  # states have the layers first
+
+    def check_call(self, args: Any, kwargs: Any) -> None:
+        input = args[0] if args else kwargs["input"]
+        if not isinstance(input, Tensor) or input.ndim != 3:
+            raise ValueError("a recurrent layer was called with a packed or single sequence; give it a batch, padded")
+
+    def factors_again(self, module: Any, args: Any, kwargs: Any, grads: list[Tensor | None], num: int) -> LayerFactors:  # noqa: ARG002
+        args, kwargs = widened((args, kwargs))
+        with torch.enable_grad():
+            outputs, taps = run(module, *args, **kwargs)
+            known = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+            gates = torch.autograd.grad(
+                [output for output, _ in known],
+                [tap.gates_NTG for tap in taps],
+                [grad for _, grad in known],
+                allow_unused=True,
+            )
+        found: LayerFactors = {}
+        for tap, b_NTG in zip(taps, gates, strict=True):
+            if b_NTG is not None:
+                found |= _factors_of_gates(module, tap, b_NTG)
+        return found
+
+
+class Tap(NamedTuple):
     """What one direction of one layer saw, and the tensor whose gradients are those of its gates."""
 
     suffix: str  # of its parameters' names
-    x_MTp: Tensor
-    before_MTH: Tensor  # the hidden numbers that each step began with
-    gates_MTG: Tensor
-
-    def wide(self) -> Tap:
-        """In single precision at least, as gradients are looked at; autocast leaves less."""
-        dtype = torch.promote_types(self.x_MTp.dtype, torch.float32)
-        return replace(self, x_MTp=self.x_MTp.to(dtype), before_MTH=self.before_MTH.to(dtype))
+    x_NTp: Tensor
+    before_NTH: Tensor  # the hidden numbers that each step began with
+    gates_NTG: Tensor
 
 
-def opens(module: Any) -> bool:
-    """Whether a module is of a kind that is served here: not with projections, nor with weights made of others."""
-    return (
-        type(module) in (nn.LSTM, nn.GRU, nn.RNN)
-        and not module.proj_size
-        and set(module._flat_weights_names) == module._parameters.keys()
-    )
+def run(module: Any, input: Tensor, hx: Any = None) -> tuple[list[Tensor], list[Tap]]:
+    """Outputs and last states of the module, and a tap for each direction of each layer."""
+    given = tuple(tree_leaves(hx)) if hx is not None else ()
+    taps: list[Tap] = []
+    left: list[State] = []
+    run_layer = _run_with_more_inputs if input.is_cuda or module.hidden_size < _NARROW else _run_step_by_step
+    for layer in range(module.num_layers):
+        sides = []
+        for end in ("", "_reverse")[: 1 + module.bidirectional]:
+            x_NTp = input.flip(1) if end else input
+            first = tuple(part[len(taps) : len(taps) + 1] for part in given)
+            hidden_NTH, last, gates_NTG = run_layer(module, f"_l{layer}{end}", x_NTp, first)
+            begin_N1H = first[0].transpose(0, 1) if first else torch.zeros_like(hidden_NTH[:, :1])
+            before_NTH = torch.cat([begin_N1H.detach(), hidden_NTH[:, :-1].detach()], 1)
+            taps.append(Tap(f"_l{layer}{end}", x_NTp.detach(), before_NTH, gates_NTG))
+            sides.append(hidden_NTH.flip(1) if end else hidden_NTH)
+            left.append(last)
+        input = torch.cat(sides, 2) if len(sides) > 1 else sides[0]
+    return [input, *(torch.cat(parts) for parts in zip(*left, strict=True))], taps
 
 
-def is_lengthened(module: Any, like: Tensor) -> bool:
-    """Whether a module is given more inputs, and not computed step by step."""
-    return like.is_cuda or module.hidden_size < _NARROW
-
-
-def called_with(input: Any, hx: Any = None) -> tuple[Tensor, Any]:
-    """Inputs and state of a call."""
-    if not isinstance(input, Tensor) or input.ndim != 3:
-        raise ValueError("a recurrent layer was called with a packed or single sequence; give it a batch, padded")
-    return input, hx
-
-
-class Opened:
-    """A recurrent module, computed so that the gradients of its gates can be had.
-
-    It computes what the module does, with the parameters that were there at the last `copy_weights()`, and leaves taps.
-
-    Args:
-        module: An LSTM, GRU or RNN.
-        like: Of the type and on the device of what it will be called with.
-    """
-
-    def __init__(self, module: Any, like: Tensor) -> None:
-        self.like = like.new_empty(0)
-        directions = ("", "_reverse")[: 1 + module.bidirectional]
-        self._suffixes = [[f"_l{layer}{end}" for end in directions] for layer in range(module.num_layers)]
-        kind = _Longer if is_lengthened(module, like) else _StepByStep
-        self._parts = {suffix: kind(module, suffix, like) for both in self._suffixes for suffix in both}
-
-    def __call__(self, x_MTp: Tensor, state: Any = None) -> tuple[tuple[Tensor, Any], list[Tap]]:
-        """The module's output and last state, and a tap for each direction of each layer."""
-        given = tuple(tree_leaves(state)) if state is not None else ()
-        taps: list[Tap] = []
-        left: list[State] = []
-        for both in self._suffixes:
-            sides = []
-            for suffix in both:
-                backwards = suffix.endswith("_reverse")
-                inputs_MTp = x_MTp.flip(1) if backwards else x_MTp
-                first = tuple(part[len(taps) : len(taps) + 1] for part in given)
-                hidden_MTH, last, gates_MTG = self._parts[suffix](inputs_MTp, first)
-                sides.append(hidden_MTH.flip(1) if backwards else hidden_MTH)
-                begin_M1H = first[0].transpose(0, 1) if first else torch.zeros_like(hidden_MTH[:, :1])
-                before_MTH = torch.cat([begin_M1H.detach(), hidden_MTH[:, :-1].detach()], 1)
-                left.append(last)
-                taps.append(Tap(suffix, inputs_MTp.detach(), before_MTH, gates_MTG))
-            x_MTp = torch.cat(sides, 2) if len(sides) > 1 else sides[0]
-        ends = tuple(torch.cat(parts) for parts in zip(*left, strict=True))
-        return (x_MTp, ends if len(ends) > 1 else ends[0]), taps
-
-    def copy_weights(self) -> None:
-        """Before a pass, and not between its forward and backward part."""
-        pairs = [pair for part in self._parts.values() for pair in part.copies()]
-        whole = [(place, value) for place, value in pairs if place.shape == value.shape]
-        with torch.no_grad():
-            for place, value in pairs:
-                if place.shape != value.shape:
-                    place[:, : value.shape[1]] = value
-            if whole:
-                torch._foreach_copy_([place for place, _ in whole], [value for _, value in whole])  # one launch
-
-
-class _Longer:
-    """One layer in one direction, with an input more for every number of its gates.
+def _run_with_more_inputs(module: Any, suffix: str, x_NTp: Tensor, first: State) -> tuple[Tensor, State, Tensor]:
+    """Hidden numbers, the last state, and the zeros that were added to the gates.
 
     A module, because only these have their weights where a GPU wants them: a copy, and an identity matrix.
     """
-
-    def __init__(self, module: Any, suffix: str, like: Tensor) -> None:
-        self._module, self._suffix = module, suffix
-        gates, inputs = module.get_parameter("weight_ih" + suffix).shape
-        options: dict[str, Any] = {"nonlinearity": module.nonlinearity} if isinstance(module, nn.RNN) else {}
-        # Made without memory first, so that no random number is drawn.
-        options |= {"bias": module.bias, "batch_first": True, "dtype": like.dtype, "device": "meta"}
-        empty: Any = type(module)(inputs + gates, module.hidden_size, **options)
-        self._part = empty.to_empty(device=like.device).requires_grad_(False)
-        self._part.weight_ih_l0[:, inputs:] = torch.eye(gates, dtype=like.dtype, device=like.device)
-
-    def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Where weights must be copied to, and what; a place may be longer."""
-        return [
-            (place, self._module.get_parameter(name.removesuffix("_l0") + self._suffix))
-            for name, place in self._part.named_parameters()
-        ]
-
-    def __call__(self, x_MTp: Tensor, first: State) -> tuple[Tensor, State, Tensor]:
-        """Hidden numbers, the last state, and the zeros that were added to the gates."""
-        num, steps, _ = x_MTp.shape
-        zeros_MTG = x_MTp.new_zeros(num, steps, len(self._part.weight_ih_l0)).requires_grad_()
-        state = None if not first else first if len(first) > 1 else first[0]
-        hidden_MTH, last = self._part(torch.cat([x_MTp, zeros_MTG], 2), state)
-        return hidden_MTH, tuple(tree_leaves(last)), zeros_MTG
-
-
-class _StepByStep:
-    """One layer in one direction, by hand. Nothing is copied."""
-
-    def __init__(self, module: Any, suffix: str, like: Tensor) -> None:
-        self._module, self._suffix, self._dtype = module, suffix, like.dtype
-        self._cell: Callable[[Tensor, Tensor, State], State]
-        if isinstance(module, nn.RNN):
-            act = torch.tanh if module.nonlinearity == "tanh" else torch.relu
-            self._cell = lambda from_x, from_h, _: (act(from_x + from_h),)
-        else:
-            self._cell = _lstm_cell if isinstance(module, nn.LSTM) else _gru_cell
-
-    def copies(self) -> list[tuple[Tensor, Tensor]]:
-        return []
-
-    def __call__(self, x_MTp: Tensor, first: State) -> tuple[Tensor, State, Tensor]:
-        """Hidden numbers, the last state, and the inputs' share of the gates."""
-        w_ih, w_hh, b_ih, b_hh = (self._weight(name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
-        assert w_ih is not None
-        assert w_hh is not None
-        gates_MTG = linear(x_MTp, w_ih, b_ih)
-        if not gates_MTG.requires_grad:
-            gates_MTG.requires_grad_()
-        zeros_MH = gates_MTG.new_zeros(len(x_MTp), self._module.hidden_size)
-        state = tuple(part[0] for part in first) if first else (zeros_MH, zeros_MH)[: 1 + (self._cell is _lstm_cell)]
-        found = []
-        for gates_MG in gates_MTG.unbind(1):
-            state = self._cell(gates_MG, linear(state[0], w_hh, b_hh), state)
-            found.append(state[0])
-        return torch.stack(found, 1), tuple(part[None] for part in state), gates_MTG
-
-    def _weight(self, name: str) -> Tensor | None:
-        if name.startswith("bias") and not self._module.bias:
-            return None
-        weight: Tensor = self._module.get_parameter(name + self._suffix).detach().to(self._dtype)
-        return weight
-
-
-def factors_of(module: Any, taps: list[Tap], grads: list[Tensor | None], num: int) -> dict[str, Factors]:
-    """Factors of the parameters for `num` examples, each of equally many sequences, from the gradients of the gates."""
-    found: dict[str, Factors] = {}
-    for tap, grad_MTG in zip(taps, grads, strict=True):
-        if grad_MTG is None:
-            continue
-        b_ih = by_example(grad_MTG, num)
-        b_hh = by_example(_through_reset(module, tap, grad_MTG), num) if isinstance(module, nn.GRU) else b_ih
-        found["weight_ih" + tap.suffix] = Matrix(by_example(tap.x_MTp, num), b_ih)
-        found["weight_hh" + tap.suffix] = Matrix(by_example(tap.before_MTH, num), b_hh)
-        if module.bias:
-            found["bias_ih" + tap.suffix] = sums = Rows(b_ih.sum(1))
-            found["bias_hh" + tap.suffix] = sums if b_hh is b_ih else Rows(b_hh.sum(1))
-    return found
-
-
-def run_again(
-    module: Any,
-    args: Any,
-    kwargs: Any,
-    grads: list[Tensor | None],
-    num: int,
-    kept: dict[nn.Module, Opened],
-) -> dict[str, Factors]:
-    """Factors of a module's parameters, by a pass of its own.
-
-    On a GPU they are as exact as cuDNN's own gradients are, by the setting for single precision that holds there.
-
-    Args:
-        module: That `opens`.
-        args: What it was called with, wide.
-        kwargs: The same by name.
-        grads: Of its outputs, wide; None for those that got none.
-        num: Of examples.
-        kept: What earlier calls have made, by module.
-    """
-    x, state = called_with(*args, **kwargs)
-    opened = kept.get(module)
-    if opened is None or (opened.like.dtype, opened.like.device) != (x.dtype, x.device):
-        opened = kept[module] = Opened(module, x)
-    opened.copy_weights()
-    with torch.enable_grad():
-        outputs, taps = opened(x, state)
-        known = [(output, grad) for output, grad in zip(tree_leaves(outputs), grads, strict=True) if grad is not None]
-        found = torch.autograd.grad(
-            [output for output, _ in known],
-            [tap.gates_MTG for tap in taps],
-            [grad for _, grad in known],
-            allow_unused=True,
-        )
+    inputs, gates = x_NTp.shape[2], len(module.get_parameter("weight_ih" + suffix))
+    options: dict[str, Any] = {"nonlinearity": module.nonlinearity} if isinstance(module, nn.RNN) else {}
+    # Made without memory first, so that no random number is drawn.
+    options |= {"bias": module.bias, "batch_first": True, "dtype": x_NTp.dtype, "device": "meta"}
+    longer = type(module)(inputs + gates, module.hidden_size, **options).to_empty(device=x_NTp.device)
     with torch.no_grad():
-        return factors_of(module, taps, list(found), num)
+        for name, place in longer.requires_grad_(False).named_parameters():
+            value = module.get_parameter(name.removesuffix("_l0") + suffix)
+            place[..., : value.shape[-1]] = value
+        longer.weight_ih_l0[:, inputs:] = torch.eye(gates, dtype=x_NTp.dtype, device=x_NTp.device)
+    zeros_NTG = x_NTp.new_zeros(*x_NTp.shape[:2], gates).requires_grad_()
+    state = None if not first else first if len(first) > 1 else first[0]
+    hidden_NTH, last = longer(torch.cat([x_NTp, zeros_NTG], 2), state)
+    return hidden_NTH, tuple(tree_leaves(last)), zeros_NTG
 
 
-def _lstm_cell(from_x: Tensor, from_h: Tensor, state: State) -> State:
-    i, f, g, o = (from_x + from_h).chunk(4, 1)
-    c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(c), c
+def _run_step_by_step(module: Any, suffix: str, x_NTp: Tensor, first: State) -> tuple[Tensor, State, Tensor]:
+    """Hidden numbers, the last state, and the inputs' share of the gates."""
+    w_ih, w_hh, b_ih, b_hh = (
+        _weight(module, name + suffix, x_NTp.dtype) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    )
+    assert w_ih is not None
+    assert w_hh is not None
+    gates_NTG = linear(x_NTp, w_ih, b_ih)
+    if not gates_NTG.requires_grad:
+        gates_NTG.requires_grad_()
+    zeros_NH = gates_NTG.new_zeros(len(x_NTp), module.hidden_size)
+    state = tuple(part[0] for part in first) if first else (zeros_NH, zeros_NH)[: 1 + isinstance(module, nn.LSTM)]
+    found = []
+    for gates_NG in gates_NTG.unbind(1):
+        state = _cell(module, gates_NG, linear(state[0], w_hh, b_hh), state)
+        found.append(state[0])
+    return torch.stack(found, 1), tuple(part[None] for part in state), gates_NTG
 
 
-def _gru_cell(from_x: Tensor, from_h: Tensor, state: State) -> State:
+def _weight(module: Any, name: str, dtype: torch.dtype) -> Tensor | None:
+    """A parameter without history; None for a bias that is not there."""
+    if name.startswith("bias") and not module.bias:
+        return None
+    weight: Tensor = module.get_parameter(name).detach().to(dtype)
+    return weight
+
+
+def _cell(module: Any, from_x: Tensor, from_h: Tensor, state: State) -> State:
+    """The next state, from what inputs and hidden numbers add to the gates."""
+    if isinstance(module, nn.RNN):
+        return (torch.tanh(from_x + from_h) if module.nonlinearity == "tanh" else torch.relu(from_x + from_h),)
+    if isinstance(module, nn.LSTM):
+        i, f, g, o = (from_x + from_h).chunk(4, 1)
+        c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
+        return torch.sigmoid(o) * torch.tanh(c), c
     (r, z, n), (r_h, z_h, n_h) = from_x.chunk(3, 1), from_h.chunk(3, 1)
     new = torch.tanh(n + torch.sigmoid(r + r_h) * n_h)
     return (new + torch.sigmoid(z + z_h) * (state[0] - new),)
 
 
-def _through_reset(module: nn.GRU, tap: Tap, grad_MTG: Tensor) -> Tensor:
+def _factors_of_gates(module: Any, tap: Tap, b_NTG: Tensor) -> LayerFactors:
+    """Factors of the parameters of one direction of one layer, from the gradients of its gates."""
+    from_h_NTG = _through_reset(module, tap, b_NTG) if isinstance(module, nn.GRU) else b_NTG
+    found: LayerFactors = {
+        "weight_ih" + tap.suffix: Matrix(tap.x_NTp, b_NTG),
+        "weight_hh" + tap.suffix: Matrix(tap.before_NTH, from_h_NTG),
+    }
+    if module.bias:
+        found["bias_ih" + tap.suffix] = sums = Rows(b_NTG.sum(1))
+        found["bias_hh" + tap.suffix] = sums if from_h_NTG is b_NTG else Rows(from_h_NTG.sum(1))
+    return found
+
+
+def _through_reset(module: nn.GRU, tap: Tap, b_NTG: Tensor) -> Tensor:
     """What comes from hidden numbers to a GRU's last gate passes its reset gate first."""
-    size, of = module.hidden_size, {}
-    for key, inputs in (("ih", tap.x_MTp), ("hh", tap.before_MTH)):
-        bias = module.get_parameter(f"bias_{key}{tap.suffix}")[:size].to(inputs.dtype) if module.bias else None
-        of[key] = linear(inputs, module.get_parameter(f"weight_{key}{tap.suffix}")[:size].to(inputs.dtype), bias)
-    reset_MTH = torch.sigmoid(of["ih"] + of["hh"])
-    return torch.cat([grad_MTG[:, :, : 2 * size], grad_MTG[:, :, 2 * size :] * reset_MTH], 2)
+    size, shares = module.hidden_size, []
+    for key, inputs in (("ih", tap.x_NTp), ("hh", tap.before_NTH)):
+        weight, bias = (_weight(module, f"{name}_{key}{tap.suffix}", inputs.dtype) for name in ("weight", "bias"))
+        assert weight is not None
+        shares.append(linear(inputs, weight[:size], None if bias is None else bias[:size]))
+    reset_NTH = torch.sigmoid(shares[0] + shares[1])
+    return torch.cat([b_NTG[:, :, : 2 * size], b_NTG[:, :, 2 * size :] * reset_NTH], 2)

@@ -1,0 +1,28 @@
+"""Embeddings: which rows of the table were used, and with which gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from cdgrab.factors import Lookup
+from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors
+
+
+class EmbeddingAdapter(LayerAdapter):
+    """Serves `Embedding`, unless its gradients are sparse or scaled, or its rows renormalised."""
+
+    parameters = ("weight",)
+
+    def takes(self, module: nn.Embedding) -> bool:
+        unusual = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+        return not unusual and super().takes(module)
+
+    def matrices(self, module: nn.Embedding) -> tuple[str, ...]:  # noqa: ARG002
+        return ("weight",)
+
+    def factors(self, module: nn.Embedding, x: Tensor, grad: Tensor, num: int) -> LayerFactors:
+        index_NT, b_NTq = x.reshape(num, -1), grad.reshape(num, -1, grad.shape[-1])
+        if module.padding_idx is not None:
+            b_NTq = torch.where((index_NT == module.padding_idx)[..., None], 0.0, b_NTq)
+        return {"weight": Lookup(index_NT, b_NTq, module.num_embeddings)}

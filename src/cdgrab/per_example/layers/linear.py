@@ -1,0 +1,28 @@
+"""Linear layers: the input and the output gradient are the factors."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from cdgrab.factors import Matrix, Summed, by_example
+from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors
+from cdgrab.per_example.layers.unknown import OneByOne
+
+
+class _OtherLinear(OneByOne):
+    takes_flattened = True
+
+
+class LinearAdapter(LayerAdapter):
+    """Serves `Linear`, with any number of positions."""
+
+    takes_flattened = True
+    parameters = ("weight", "bias")
+    fallback = _OtherLinear()
+
+    def matrices(self, module: nn.Linear) -> tuple[str, ...]:  # noqa: ARG002
+        return ("weight",)
+
+    def factors(self, module: nn.Linear, x: Tensor, grad: Tensor, num: int) -> LayerFactors:
+        a_NTp, b_NTq = by_example(x, num), by_example(grad, num)
+        return {"weight": Matrix(a_NTp, b_NTq), **({} if module.bias is None else {"bias": Summed(b_NTq)})}

@@ -1,0 +1,58 @@
+"""Norms: gradients small enough to be formed. Batch normalisation is refused in training."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cdgrab.factors import Rows, Summed
+from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors
+from cdgrab.per_example.layers.unknown import OneByOne
+
+
+class LayerNormAdapter(LayerAdapter):
+    """Serves `LayerNorm` and `RMSNorm`."""
+
+    parameters = ("weight", "bias")
+
+    def factors(self, module: nn.LayerNorm | nn.RMSNorm, x: Tensor, grad: Tensor, num: int) -> LayerFactors:
+        norm: Any = F.layer_norm if isinstance(module, nn.LayerNorm) else F.rms_norm
+        normed, numel = norm(x, module.normalized_shape, eps=module.eps), math.prod(module.normalized_shape)
+        found: LayerFactors = {"weight": Summed((normed * grad).reshape(num, -1, numel))}
+        if getattr(module, "bias", None) is not None:
+            found["bias"] = Summed(grad.reshape(num, -1, numel))
+        return found
+
+
+class _OtherGroupNorm(OneByOne):
+    channels_first = True
+
+
+class GroupNormAdapter(LayerAdapter):
+    """Serves `GroupNorm`."""
+
+    channels_first = True
+    parameters = ("weight", "bias")
+    fallback = _OtherGroupNorm()
+
+    def factors(self, module: nn.GroupNorm, x: Tensor, grad: Tensor, num: int) -> LayerFactors:  # noqa: ARG002
+        normed = F.group_norm(x, module.num_groups, eps=module.eps)
+        grad_NcT, scaled_NcT = (part.reshape(*part.shape[:2], -1) for part in (grad, normed * grad))
+        return {"weight": Rows(scaled_NcT.sum(2)), "bias": Rows(grad_NcT.sum(2))}
+
+
+def mixing_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Layers with statistics of the batch, with or without parameters, by name."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+
+def check_mixing(name: str, module: nn.Module) -> None:
+    """Refuse a layer that takes statistics of the batch: there is no gradient of one example then."""
+    if module.training:
+        raise ValueError(
+            f"layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so that none of them has a "
+            "gradient of its own; use GroupNorm, or put the layer into eval mode"
+        )
