@@ -3,8 +3,8 @@
 A filter's gradient at one place of its window is the inner product of an output gradient with the input, shifted by
 that place. With its lines as far apart as those of the input, an output gradient is one long vector, and so are all the
 shifted inputs, which overlap: nothing is copied for them. That is as fast as finding the gradient of the whole batch.
-What fills the lines up is zero, and zero times something that is not finite is not: of a row that has such a number,
-more numbers may be than need be. Numba is imported at first use.
+Lines are padded with zeros, and zero times a non-finite number is not zero: a non-finite entry may contaminate other
+entries of its row. Numba is imported at first use.
 """
 
 from __future__ import annotations

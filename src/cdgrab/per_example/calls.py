@@ -67,7 +67,7 @@ class DeferredCall:
         self._versions = self._current_versions()
 
     def start(self) -> None:
-        """A pass has come by its first output; gradients of another pass do not count."""
+        """The first gradient of a pass has come; those of another pass do not count."""
         if self.counted:
             raise counted_twice()
         self.grads = [None] * self.num_outputs
@@ -130,10 +130,10 @@ def counted_twice() -> ValueError:
 
 
 def used_up(layer: Layer) -> RuntimeError:
-    """For a graph that has been used up, which PyTorch itself would say a little later."""
+    """For a graph that has been freed; PyTorch itself would say so a little later."""
     return RuntimeError(
-        f"a backward pass comes by {layer} for the second time, and the first was not called with retain_graph=True; "
-        "add the losses up and call backward() once"
+        f"a backward pass goes through {layer} for the second time, and the first was not called with "
+        "retain_graph=True; add the losses up and call backward() once"
     )
 
 

@@ -87,7 +87,7 @@ class FirstBatch:
 
     def _on_gradient(self, name: str, grad: Tensor) -> None:
         if name in self._late:
-            # What comes later is not of this pass: a layer that runs again may differentiate itself.
+            # Only the first is of this pass: a layer that runs again may differentiate itself.
             self._gradients.setdefault(name, grad.detach().clone())
         else:
             with aside(grad.device):

@@ -29,7 +29,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
     """The layers of a model; raises `ValueError` for what cannot be served, with the remedy."""
     if hasattr(model, "_orig_mod"):  # torch.compile's; asking for its class would import all of the compiler
         raise ValueError(
-            "the model is compiled, which leaves no layers to look at; attach the model itself, and compile its parts "
+            "the model is compiled, which leaves no layers to watch; attach the model itself, and compile its parts "
             "or not at all"
         )
     for name, module in mixing_layers(model):

@@ -6,8 +6,8 @@ Nothing is fitted to data, nothing is saved, and every rank has the same one. Th
 numbers. Each parameter uses one, and their results are added, so that every parameter has the full length:
 
     Paired   for a large matrix with gradient `sum_t outer(b_t, a_t)`: both sides get random signs and a Fourier
-             transform, frequency `f` of one side is multiplied by frequency `turn(f)` of the other, and the products
-             are summed over `t`. The gradient is never formed.
+             transform, each frequency of one side is multiplied by one of the other (`frequency_grid`), and the
+             products are summed over `t`. The gradient is never formed.
     Spread   for a smaller matrix: every entry gets a random sign, and entries are added up along the shorter side.
              With one position that is one matrix product, `a * (b @ signs)`, and no gradient is formed.
     Folded   for all other parameters, and for what spreading gives: random signs, then coordinate `i` is added to
@@ -17,7 +17,7 @@ numbers. Each parameter uses one, and their results are added, so that every par
 
 All maps are unbiased: over the random signs, the mean of `<sketch(g), sketch(h)>` is `<g, h>`, with a variance of
 about `||g||^2 ||h||^2 / length` if gradients are not aligned. The paired map is a TensorSketch (Pham and Pagh, KDD
-2013) whose hash functions are replaced by the turn, which a computer reads without gathering.
+2013) whose hash functions are replaced by a transposition, which a computer reads without gathering.
 
 Shapes: `N` examples, `T` positions, `p` inputs and `q` outputs of a layer, `k` numbers of a sketch, `F = k / 2`
 frequencies.

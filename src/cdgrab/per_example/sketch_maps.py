@@ -31,11 +31,11 @@ class Side:
         size: Numbers of a vector.
         length: Of the sketch.
         rng: Draws the signs.
-        turned: Whether frequencies are reordered by the turn.
+        transposed: Whether frequencies are read in the transposed order of `frequency_grid`.
     """
 
-    def __init__(self, size: int, length: int, rng: np.random.Generator, *, turned: bool) -> None:
-        self.size, self.length, self._turned = size, length, turned
+    def __init__(self, size: int, length: int, rng: np.random.Generator, *, transposed: bool) -> None:
+        self.size, self.length, self._transposed = size, length, transposed
         self._signs_d = torch.from_numpy(rng.integers(0, 2, size) * 2.0 - 1.0)
         self._units_kF: Tensor | None = None  # features of unit vectors, without their signs
 
@@ -61,15 +61,15 @@ class Side:
         return self._signs_d
 
     def _ordered(self, features: Tensor) -> Tensor:
-        if not self._turned:
+        if not self._transposed:
             return features
-        rows, columns = turn_sizes(self.length // 2)
+        rows, columns = frequency_grid(self.length // 2)
         # A view: multiplying by it costs no more than without.
         return torch.unflatten(features, -1, (columns, rows)).mT
 
     def matched(self, features: Tensor) -> Tensor:
-        """Features of the side that is not turned, in the shape of those that are."""
-        return torch.unflatten(features, -1, turn_sizes(self.length // 2))
+        """Features of the side that is not transposed, in the shape of those that are."""
+        return torch.unflatten(features, -1, frequency_grid(self.length // 2))
 
 
 class Paired:
@@ -86,8 +86,8 @@ class Paired:
 
     def __init__(self, shape: torch.Size, length: int, rng: np.random.Generator) -> None:
         self.length = length
-        self.inputs = Side(shape[1], length, rng, turned=False)
-        self.outputs = Side(shape[0], length, rng, turned=True)
+        self.inputs = Side(shape[1], length, rng, transposed=False)
+        self.outputs = Side(shape[0], length, rng, transposed=True)
         self.window = tuple(shape[2:])
         places = math.prod(self.window)
         signs_Fw = rng.integers(0, 2, (length // 2, places)) * 2.0 - 1.0
@@ -282,8 +282,8 @@ class Folding:
         return known
 
 
-def turn_sizes(frequencies: int) -> tuple[int, int]:
-    """Rows and columns of the table in which frequencies are turned: written row by row, read column by column.
+def frequency_grid(frequencies: int) -> tuple[int, int]:
+    """Rows and columns of the grid that pairs frequencies: the inputs' fill its rows, the outputs' its columns.
 
     Frequency `f = x * columns + y` of the inputs is paired with frequency `y * rows + x` of the outputs. Neighbours in
     frequency are alike where a side is shorter than the sketch; they meet frequencies that lie far apart.

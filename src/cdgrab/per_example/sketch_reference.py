@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cdgrab.balancing.tally import WITNESS_SHARE
 from cdgrab.per_example.sketch import Sketch
-from cdgrab.per_example.sketch_maps import Paired, Spread, turn_sizes
+from cdgrab.per_example.sketch_maps import Paired, Spread, frequency_grid
 
 
 def projection(shapes: Mapping[str, torch.Size], matrices: Collection[str], length: int, seed: int) -> Tensor:
@@ -57,13 +57,13 @@ def _rotation(length: int) -> Tensor:
 def _paired(paired: Paired, shape: torch.Size) -> Tensor:
     length, half = paired.length, paired.length // 2
     like = torch.zeros(0, dtype=torch.float64)
-    rows, columns = turn_sizes(half)
+    rows, columns = frequency_grid(half)
     part = torch.zeros(*shape[:2], math.prod(shape[2:]), half, dtype=torch.complex128)
     for f in range(half):
         x, y = divmod(f, columns)
-        turned = y * rows + x
+        transposed = y * rows + x
         phases_p = torch.exp(-2j * math.pi * f * torch.arange(shape[1], dtype=torch.float64) / length)
-        phases_q = torch.exp(-2j * math.pi * turned * torch.arange(shape[0], dtype=torch.float64) / length)
+        phases_q = torch.exp(-2j * math.pi * transposed * torch.arange(shape[0], dtype=torch.float64) / length)
         inputs_p = phases_p * paired.inputs.signs(like)
         outputs_q = phases_q * paired.outputs.signs(like)
         window_w = paired.window_signs(like)[f]

@@ -128,6 +128,14 @@ def test_norms_without_a_bias() -> None:
     torch.testing.assert_close(rows_of(model, x, y), one_by_one(model, x, y))
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning", "ignore:.*batching rule.*:UserWarning")
+def test_weights_that_are_made_of_others() -> None:
+    torch.manual_seed(0)
+    layers = nn.utils.weight_norm(nn.Linear(6, 7)), nn.Tanh(), nn.Linear(7, 5)
+    model, (x, y) = nn.Sequential(*layers).double(), (randn(4, 6, dtype=torch.float64), torch.arange(4))
+    torch.testing.assert_close(rows_of(model, x, y), one_by_one(model, x, y))
+
+
 @pytest.mark.parametrize("kernel", [(1, 1), (3, 2)])
 @pytest.mark.parametrize("dilation", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("padding", [(0, 0), (1, 2)])

@@ -411,7 +411,7 @@ def test_a_graph_that_is_used_up_is_an_error(source: str) -> None:
     outputs = model(x)
     outputs.mean().backward()
     model(x)  # so that it is not the number of passes that is wrong
-    with pytest.raises(RuntimeError, match="comes by layer '2'"):
+    with pytest.raises(RuntimeError, match="goes through layer '2'"):
         outputs.mean().backward()
 
 
