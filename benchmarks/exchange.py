@@ -22,13 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import report
 from benchmarks.ranks import launch
 from cdgrab import Ordering
-from cdgrab.exchange import ShardedPairs, Sketch
+from cdgrab.exchange import ShardedPairs
 from cdgrab.sources.ddp import DdpAttachment
 
 STEPS = 4  # of a contender in a round: two pairs
 HUNGRY = ("authors", "gather", "server")  # some rank, or every rank, holds every gradient
 MOST_GATHERED = 4 * 10**8  # numbers that all ranks together may gather in a step
-CONTENDERS = ["all-reduce", "authors", "sharded", "gather", "server", "sketch"]
+CONTENDERS = ["all-reduce", "authors", "sharded", "gather", "server"]
 
 
 class Bucket:
@@ -92,8 +92,7 @@ def contenders(dim: int, names: list[str]) -> dict[str, tuple[Callable[[Tensor],
             authors = Authors(dim)
             made[name] = (authors, authors)
             continue
-        exchange: Any = (lambda group: Sketch(group, length=4096)) if name == "sketch" else name
-        ordering = Ordering(10**6, batch_size=1, exchange=exchange)
+        ordering = Ordering(10**6, batch_size=1, exchange=name)
         module = nn.Module()
         module.weight = nn.Parameter(torch.zeros(dim))
         model = DistributedDataParallel(module)
@@ -121,7 +120,7 @@ def held_numbers(owner: Any, dim: int) -> float:
         parts = [*sorter.differences.values(), *sorter.running_sum.values()]
     else:
         centring, balancer = sorter._centring, sorter._balancers[0]
-        parts = [centring._held_WD, balancer.running_sum, balancer.scratch, sorter._waiting_TWD]
+        parts = [centring._held_LD, balancer.running_sum, balancer.scratch, sorter._waiting_VLD]
     return sum(part.numel() for part in parts) / dim
 
 
@@ -154,7 +153,7 @@ def on_a_rank(dims: list[int], names: list[str], rounds: int) -> Iterator[tuple[
             ring = 2 * (size - 1) / size * dim * 4
             sent |= {"all-reduce": ring, "authors": (size - 1) * dim * 4.0}
             sent["server"] = 4.0 * dim  # rank 0, which counts here, only receives; this is what the others send
-            for name in {"gather", "server", "sketch"} & made.keys():
+            for name in {"gather", "server"} & made.keys():
                 sent[name] += ring  # their averages come from an all-reduce beside it
             memory = {name: held_numbers(owner, dim) for name, (_, owner) in made.items()}
             yield dim, seconds, {name: value / ring for name, value in sent.items()}, memory
@@ -201,7 +200,7 @@ def main() -> None:
         f"Milliseconds per step (median of {options.rounds} rounds of {STEPS} steps, ratios within a round) "
         "from a local gradient to the average everywhere, balancing included. Bytes sent per rank relative to a ring "
         "all-reduce. Numbers kept from step to step for ordering, per parameter. `authors` gathers every gradient and "
-        "runs the pair-at-a-time loop; `gather`, `server` and `sketch` (4,096 numbers) average with an all-reduce "
+        "runs the pair-at-a-time loop; `gather` and `server` average with an all-reduce "
         "beside it."
         "\n\n" + report.table(header, rows)
     )

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cdgrab.balancing.sorter import Sorter, make_sorter
-from cdgrab.exchange import Exchange, Local, Sharded, ShardedPairs, name_of
+from cdgrab.exchange import Exchange
 from cdgrab.lanes import Lanes, generator
-from cdgrab.orders import Free
 from cdgrab.progress import Step
 from cdgrab.settings import Settings
 
@@ -53,7 +52,7 @@ class Intake:
     def form(self) -> str:
         """In which gradients come to the sorter, in words: those of another form mean nothing to it."""
         rows = "rows" if self.sketched is None else f"sketches of {self.sketched.length} numbers"
-        name = name_of(self._exchange)
+        name = self._exchange.name
         return f"{rows} of one process" if name is None else f"{rows} (exchange {name!r})"
 
     def start_epoch(self, epoch: int, lanes: Lanes) -> None:
@@ -95,7 +94,7 @@ class Intake:
         self._dim, self._dtype = rows_nD.shape[1], rows_nD.dtype
         if self.sorter is None:
             return step
-        if settings.coordinated and settings.world.size > 1 and isinstance(self._exchange, Local):
+        if settings.coordinated and settings.world.size > 1 and self._exchange.name is None:
             raise ValueError(
                 f"order {settings.order!r} coordinates {settings.world.size} ranks, but torch.distributed is not "
                 "initialised; call init_process_group() before making the ordering, or leave world= out"
@@ -131,14 +130,11 @@ class Intake:
 
     def _new_sorter(self) -> Sorter | None:
         settings = self._settings
-        if isinstance(settings.spec, Free):
-            return None
         # Lanes that balance alone draw each for itself, wherever they are.
         rngs = [generator(settings.seed, lane, "rule") for lane in settings.sorted_lanes]
-        if isinstance(self._exchange, Sharded):
-            return ShardedPairs(len(rngs), self._exchange, settings.make_rule(rngs[0]))
         watched = 0 if self.sketched is None else self.sketched.watched
-        return make_sorter(settings.spec, rngs, settings.make_rule, settings.block, watched)
+        own = self._exchange.sorter(rngs, settings.make_rule)
+        return own or make_sorter(settings.spec, rngs, settings.make_rule, settings.block, watched)
 
     def _settle_on(self, device: torch.device) -> None:
         """Rows stay on the device of the first of them; a loaded state, which is on the CPU, follows."""

@@ -18,6 +18,7 @@ from cdgrab.balancing.sorter import Sorter
 from cdgrab.balancing.tally import Tally
 from cdgrab.exchange import ExchangeMaker
 from cdgrab.exchange.agreement import check_digest
+from cdgrab.exchange.connection import Connection
 from cdgrab.intake import Intake, Sketched
 from cdgrab.lanes import IntArray, narrowest
 from cdgrab.metrics import Meter
@@ -55,8 +56,8 @@ class Ordering:
             one, as with `DistributedSampler`.
         group: The ranks among which data are dealt: a process group or a dimension of a device mesh; by default all.
         exchange: How ranks bring their rows together: `"sharded"` (default for `cd-grab`; the price of an all-reduce),
-            `"gather"` (default for the other coordinated orders), `"server"`, `"sketch"`, or a function that makes
-            one from a process group.
+            `"gather"` (default for the other coordinated orders), `"server"`, or a function that makes one from a
+            process group.
         block: Rows to collect before signs are decided; by default it adapts to their length. Changes
             cost, not results.
 
@@ -110,9 +111,8 @@ class Ordering:
         self._order_N: IntArray = np.arange(self._lanes.num_units, dtype=narrowest(self._lanes.num_units))
         self._progress = Progress(self._lanes, 0, self._order_N)
         settings.check_ranks(self._config, exchange)
-        self._exchange, self._group = settings.make_exchange(exchange)
-        self._by_default = exchange is None
-        self._intake = Intake(settings, self._exchange)
+        self._connection = Connection(settings, exchange)
+        self._intake = Intake(settings, self._connection.exchange)
         self._intake.start_epoch(0, self._lanes)
         self.sampler = OrderedSampler(self, range(settings.num_examples))
 
@@ -311,7 +311,7 @@ class Ordering:
         order_N = payload["order"].numpy()
         progress = Progress(lanes, epoch, order_N)
         progress.load_state_dict(payload["progress"])
-        intake = Intake(self._settings, self._exchange, sketched=self._intake.sketched)
+        intake = Intake(self._settings, self._connection.exchange, sketched=self._intake.sketched)
         intake.load_state_dict(payload, epoch, lanes)
         # Nothing can fail any more.
         self._epoch, self._lanes, self._order_N, self._progress, self._intake = epoch, lanes, order_N, progress, intake
@@ -357,11 +357,9 @@ class Ordering:
                 f"{self._progress.rows} rows of this epoch have been observed already, as {self._intake.form}; go on "
                 "with these, or begin another epoch with set_epoch()"
             )
-        exchange = self._settings.exchange_for(
-            self._exchange, self._group, by_default=self._by_default, sketched=sketched is not None
-        )
-        self._exchange, before = exchange, self._intake
-        self._intake = Intake(self._settings, exchange, sketched=sketched)
+        self._connection.use_for(sketched=sketched is not None)
+        before = self._intake
+        self._intake = Intake(self._settings, self._connection.exchange, sketched=sketched)
         self._intake.go_on_from(before)
         self._intake.start_epoch(self._epoch, self._lanes)
 
@@ -384,7 +382,7 @@ class Ordering:
         with self._meter.timed():
             tallies = self._arrange()
         if self._progress.rows:
-            self._meter.finish(self._epoch, tallies, self._progress.num_unvisited, self._exchange.bytes_sent)
+            self._meter.finish(self._epoch, tallies, self._progress.num_unvisited, self._connection.exchange.bytes_sent)
 
         self._epoch, self._meter.seconds = epoch, 0.0
         spec = self._settings.spec
@@ -416,8 +414,8 @@ class Ordering:
         if settings.coordinated:
             mine = slice(self.world.rank, None, self.world.size)
             if settings.ranks_meet:
-                sorter.decisions.replace(self._exchange.share(sorter.decisions.joined()))
-                check_digest(self._epoch, sorter.decisions.digest(), self._group)
+                sorter.decisions.replace(self._connection.exchange.share(sorter.decisions.joined()))
+                check_digest(self._epoch, sorter.decisions.digest(), self._connection.group)
         self._order_N = sorter.arrange(self._progress.by_visit(), mine)
         return tallies
 

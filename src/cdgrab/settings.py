@@ -16,22 +16,10 @@ from torch.utils.data import Dataset
 
 from cdgrab.arguments import checked_lanes, checked_unit_size, length_of, whole_number
 from cdgrab.balancing.rules import RuleMaker, find_rule
-from cdgrab.exchange import (
-    EXCHANGES,
-    Exchange,
-    ExchangeMaker,
-    Gather,
-    Local,
-    Server,
-    Sharded,
-    Sketch,
-    find_exchange,
-    name_of,
-)
+from cdgrab.exchange import ExchangeMaker
 from cdgrab.exchange.agreement import check_same
-from cdgrab.exchange.collectives import own_group
 from cdgrab.lanes import Lanes, deal
-from cdgrab.orders import Balanced, Free, Herded, OrderSpec, find_order
+from cdgrab.orders import OrderSpec, find_order
 from cdgrab.world import Group, World, process_group
 
 
@@ -84,7 +72,7 @@ class Settings:
         world = world or World.detect(ranks)
         batch_size = whole_number("batch_size", batch_size, least=1)
         spec = find_order(order)
-        unit_size = checked_unit_size(unit_size, 1 if isinstance(spec, Free) else None, batch_size)
+        unit_size = checked_unit_size(unit_size, None if spec.needs_gradients else 1, batch_size)
         settings = cls(
             num_examples=num_examples,
             batch_size=batch_size,
@@ -108,11 +96,17 @@ class Settings:
         """Units of this process in a full batch, or the one that several batches make."""
         return max(1, self.batch_size // self.unit_size)
 
-    @cached_property
+    @property
     def balances_pairs(self) -> bool:
-        return isinstance(self.spec, Balanced) and self.spec.centring == "pair"
+        """Whether differences of pairs are balanced."""
+        return self.spec.centring == "pair"
 
-    @cached_property
+    @property
+    def decides_signs(self) -> bool:
+        """Whether the order comes from signs."""
+        return self.spec.centring is not None
+
+    @property
     def coordinated(self) -> bool:
         """Whether the rows of all lanes decide together."""
         return self.spec.coordinated
@@ -132,7 +126,7 @@ class Settings:
         """What else than orders goes on from one epoch to the next, in words: draws of the rule, or a mean."""
         if self.rule != "greedy":
             return f"rule {self.rule!r}"
-        return f"order {self.order!r}" if isinstance(self.spec, Balanced) and not self.balances_pairs else None
+        return f"order {self.order!r}" if self.spec.centring == "mean" else None
 
     @property
     def ranks_meet(self) -> bool:
@@ -173,51 +167,6 @@ class Settings:
         if self.ranks_meet:
             same = {key: value for key, value in config.items() if key != "rank"}
             check_same("the ordering", {**same, "exchange": "custom" if callable(exchange) else exchange}, self.group)
-
-    def make_exchange(self, exchange: str | ExchangeMaker | None) -> tuple[Exchange, dist.ProcessGroup | None]:
-        """How rows come together, and the group in which ranks talk about them from now on."""
-        maker = find_exchange(exchange or self._default_exchange)
-        if maker is Sharded and self.coordinated and not self.balances_pairs:
-            raise ValueError(
-                f"exchange 'sharded' balances pair differences, which order {self.order!r} does not; use 'gather'"
-            )
-        if maker is Server and isinstance(self.spec, Herded):
-            raise ValueError("exchange 'server' sends signs, of which order 'greedy-herding' knows none; use 'gather'")
-        if not (self.coordinated and self.ranks_meet):
-            return Local(), self.group
-        group = own_group(self.group)
-        return maker(group), group
-
-    def exchange_for(
-        self, current: Exchange, group: dist.ProcessGroup | None, *, by_default: bool, sketched: bool
-    ) -> Exchange:
-        """How whole rows, or sketches, come together from now on. Nobody else has to be asked.
-
-        Args:
-            current: The exchange so far.
-            group: In which ranks talk about rows.
-            by_default: Whether the user has left the choice open. Sketches, which are short, are gathered then.
-            sketched: Whether rows are sketches.
-        """
-        if isinstance(current, Local):
-            return current
-        if not by_default:
-            if sketched and isinstance(current, (Sharded, Sketch)):
-                raise ValueError(
-                    f"exchange {name_of(current)!r} is for whole rows, and sketches are short; leave exchange= out, or "
-                    "make the ordering with 'gather'"
-                )
-            return current
-        maker = Gather if sketched else EXCHANGES[self._default_exchange]
-        if type(current) is maker:
-            return current
-        exchange = maker(group)
-        exchange.bytes_sent = current.bytes_sent
-        return exchange
-
-    @property
-    def _default_exchange(self) -> str:
-        return "sharded" if self.balances_pairs else "gather"
 
     def _check_world(self) -> None:
         if self.ranks_meet:

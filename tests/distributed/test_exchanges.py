@@ -106,29 +106,6 @@ def test_orders_are_those_of_the_reference(size: int, dim: int) -> None:
         assert run_ranks(size, signs_of_an_epoch, exchange, dim) == expected
 
 
-def sketched(length: int) -> tuple[list[int], int]:
-    from cdgrab.exchange import Sketch
-
-    ordering = Ordering(
-        64, batch_size=4, unit_size=1, lanes=2, exchange=lambda group: Sketch(group, length=length), seed=1
-    )
-    vectors = randn(64, 300)
-    while ordering.epoch == 0:
-        ordering.observe(vectors[ordering.remaining()[:4]])
-    return ordering.order.tolist(), int(ordering.metrics()["bytes"])
-
-
-def test_a_sketch_is_short_and_the_same_on_all_ranks() -> None:
-    whole, short = run_ranks(2, sketched, 300), run_ranks(2, sketched, 30)
-    exact = Ordering(64, batch_size=8, unit_size=1, lanes=2, seed=1)
-    epochs_of_one = randn(64, 300)
-    while exact.epoch == 0:
-        exact.observe(epochs_of_one[exact.remaining()[:8]])
-    assert [order for order, _ in whole] == [order.tolist() for order in exact.orders]
-    assert short[0][0] != whole[0][0]
-    assert short[0][1] < whole[0][1] / 5
-
-
 def saved_and_resumed() -> bool:
     """A state taken on every rank, in the middle of a pair, goes on exactly."""
     vectors = randn(40, 9)

@@ -5,6 +5,7 @@ import pytest
 from cdgrab import ORDERS, World
 from cdgrab.balancing.rules import RuleMaker
 from cdgrab.exchange import Local
+from cdgrab.exchange.connection import Connection
 from cdgrab.settings import Settings
 
 
@@ -96,6 +97,6 @@ def test_without_other_ranks_nothing_is_exchanged() -> None:
     for world in (World(), World(1, 3)):
         made = settings(world=world)
         assert not made.ranks_meet
-        exchange, group = made.make_exchange(None)
-        assert isinstance(exchange, Local)
-        assert group is None
+        connection = Connection(made, None)
+        assert isinstance(connection.exchange, Local)
+        assert connection.group is None

@@ -22,7 +22,7 @@ from cdgrab.balancing.recorded import LONG_ROW, RecordedBlocks
 from cdgrab.balancing.rules import Rule, RuleMaker
 from cdgrab.balancing.tally import Tally, Witness
 from cdgrab.lanes import BoolArray, IntArray
-from cdgrab.orders import Balanced, Herded
+from cdgrab.orders import Balanced, Free, Herded, OrderSpec
 from cdgrab.orders.decisions import Decisions
 from cdgrab.orders.fill import from_lanes, next_order, padded
 from cdgrab.orders.herding import greedy_herding
@@ -275,13 +275,15 @@ class HerdingSorter:
 
 
 def make_sorter(
-    spec: Balanced | Herded,
+    spec: OrderSpec,
     rngs: list[np.random.Generator],
     make_rule: RuleMaker,
     block: int | None = None,
     watched: int = 0,
-) -> Sorter:
-    """The sorter of an order that needs gradients; the last `watched` numbers of a row are witnesses."""
+) -> Sorter | None:
+    """The sorter of an order, None if it needs no gradients; the last `watched` numbers of a row are witnesses."""
+    if isinstance(spec, Free):
+        return None
     if isinstance(spec, Herded):
         return HerdingSorter(len(rngs))
     return SignSorter(spec, rngs, make_rule, block, watched)

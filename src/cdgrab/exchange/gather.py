@@ -9,35 +9,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cdgrab.exchange.base import Exchange
 from cdgrab.lanes import BoolArray
-from cdgrab.orders.fill import SignArray
 
 
-class Gather:
+class Gather(Exchange):
     """All-gathers the rows of each step over a process group."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        self.bytes_sent = 0
+    name = "gather"
 
     def collect(self, rows_mJD: Tensor) -> Tensor:
         return by_lane(self._all_gather(rows_mJD))
 
     def counts(self, counts_mJ: BoolArray) -> BoolArray:
-        device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
+        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
         lengths = self._all_gather(torch.tensor([len(counts_mJ)], device=device))
         visits = int(torch.cat(lengths).max())
         mine = torch.zeros(visits, counts_mJ.shape[1], dtype=torch.uint8)
         mine[: len(counts_mJ)] = torch.from_numpy(counts_mJ)
         return by_lane(self._all_gather(mine.to(device))).cpu().numpy().astype(bool)
 
-    def share(self, signs_PL: SignArray) -> SignArray:
-        return signs_PL
-
     def _all_gather(self, mine: Tensor) -> list[Tensor]:
-        size = dist.get_world_size(self._group)
+        size = dist.get_world_size(self.group)
         parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(size)]
-        dist.all_gather(parts, mine.contiguous(), group=self._group)
+        dist.all_gather(parts, mine.contiguous(), group=self.group)
         self.bytes_sent += (size - 1) * mine.numel() * mine.element_size()
         return parts
 

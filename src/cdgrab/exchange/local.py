@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cdgrab.exchange.base import Exchange
 from cdgrab.lanes import BoolArray
-from cdgrab.orders.fill import SignArray
 
 
-class Local:
+class Local(Exchange):
     """Hands rows through."""
 
-    bytes_sent = 0
+    name = None
 
     def collect(self, rows_mJD: Tensor) -> Tensor:
         return rows_mJD
 
     def counts(self, counts_mJ: BoolArray) -> BoolArray:
         return counts_mJ
-
-    def share(self, signs_PL: SignArray) -> SignArray:
-        return signs_PL

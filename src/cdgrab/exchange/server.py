@@ -10,38 +10,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdgrab.exchange.gather import Gather, by_lane
-from cdgrab.lanes import BoolArray
 from cdgrab.orders.fill import SignArray
 
 
-class Server:
+class Server(Gather):
     """Gathers rows on the group's first rank and broadcasts what it decided."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        self._counts = Gather(group)
-        self.bytes_sent = 0
+    name = "server"
+    shares_signs = True
 
-    def collect(self, rows_mJD: Tensor) -> Tensor | None:
+    def collect(self, rows_mJD: Tensor) -> Tensor | None:  # type: ignore[override]
         rows_mJD = rows_mJD.contiguous()
-        serving = dist.get_rank(self._group) == 0
-        parts = [torch.empty_like(rows_mJD) for _ in range(dist.get_world_size(self._group))] if serving else None
-        dist.gather(rows_mJD, parts, group=self._group, group_dst=0)
+        serving = dist.get_rank(self.group) == 0
+        parts = [torch.empty_like(rows_mJD) for _ in range(dist.get_world_size(self.group))] if serving else None
+        dist.gather(rows_mJD, parts, group=self.group, group_dst=0)
         if parts is None:
             self.bytes_sent += rows_mJD.numel() * rows_mJD.element_size()
             return None
         return by_lane(parts)
 
-    def counts(self, counts_mJ: BoolArray) -> BoolArray:
-        return self._counts.counts(counts_mJ)
-
     def share(self, signs_PL: SignArray) -> SignArray:
-        serving, num_lanes = dist.get_rank(self._group) == 0, signs_PL.shape[1]
+        serving, num_lanes = dist.get_rank(self.group) == 0, signs_PL.shape[1]
         length = torch.tensor([len(signs_PL)])
-        dist.broadcast(length, group=self._group, group_src=0)
+        dist.broadcast(length, group=self.group, group_src=0)
         shared = torch.zeros(int(length), num_lanes, dtype=torch.int8)
         if serving:
             shared = torch.from_numpy(signs_PL)
-            self.bytes_sent += (dist.get_world_size(self._group) - 1) * shared.numel()
-        dist.broadcast(shared, group=self._group, group_src=0)
+            self.bytes_sent += (dist.get_world_size(self.group) - 1) * shared.numel()
+        dist.broadcast(shared, group=self.group, group_src=0)
         return shared.numpy()

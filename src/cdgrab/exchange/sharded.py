@@ -21,45 +21,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdgrab.balancing.rules import Rule
+from cdgrab.balancing.rules import Rule, RuleMaker
 from cdgrab.balancing.tables import advance, decide, difference_table
 from cdgrab.balancing.tally import Tally
 from cdgrab.exchange.gather import Gather, by_lane
 from cdgrab.lanes import BoolArray, IntArray
 from cdgrab.orders.decisions import Decisions
-from cdgrab.orders.fill import SignArray, next_order, padded
+from cdgrab.orders.fill import next_order, padded
 
 
-class Sharded:
+class Sharded(Gather):
     """The exchange behind `observe`: turns a row into every lane's slices of this rank's coordinates."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        self._counts = Gather(group)
-        self.bytes_sent = 0
+    name = "sharded"
+    takes_sketches = False
+    pairs_only = True
 
     def collect(self, rows_mJD: Tensor) -> Tensor:
-        size = dist.get_world_size(self._group)
+        size = dist.get_world_size(self.group)
         width = math.ceil(rows_mJD.shape[2] / size)
         padded_mJD = torch.nn.functional.pad(rows_mJD, (0, width * size - rows_mJD.shape[2]))
         # One all-to-all for all visits: the slices of rank 0 first, then those of rank 1, and so on.
         sent_WmJc = padded_mJD.unflatten(2, (size, width)).permute(2, 0, 1, 3).contiguous()
         slices_WmJc = torch.empty_like(sent_WmJc)
-        dist.all_to_all_single(slices_WmJc.view(-1), sent_WmJc.view(-1), group=self._group)
+        dist.all_to_all_single(slices_WmJc.view(-1), sent_WmJc.view(-1), group=self.group)
         self.bytes_sent += sent_WmJc.numel() * sent_WmJc.element_size() * (size - 1) // size
         return by_lane(list(slices_WmJc))
 
-    def counts(self, counts_mJ: BoolArray) -> BoolArray:
-        return self._counts.counts(counts_mJ)
-
-    def share(self, signs_PL: SignArray) -> SignArray:
-        return signs_PL
+    def sorter(self, rngs: list[np.random.Generator], make_rule: RuleMaker) -> ShardedPairs:
+        return ShardedPairs(len(rngs), self, make_rule(rngs[0]))
 
     def add_up(self, table: Tensor) -> dist.Work | None:
         """Start to sum tables over ranks, in place."""
-        size = dist.get_world_size(self._group)
+        size = dist.get_world_size(self.group)
         self.bytes_sent += 2 * table.numel() * table.element_size() * (size - 1) // size
-        work: dist.Work | None = dist.all_reduce(table, group=self._group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(table, group=self.group, async_op=True)
         return work
 
 

@@ -22,6 +22,7 @@ class Free:
     shuffle: bool = True
     redeal: bool = False
     needs_gradients: ClassVar[bool] = False
+    centring: ClassVar[None] = None
     coordinated: ClassVar[bool] = False
 
 
@@ -49,6 +50,7 @@ class Herded:
     shuffle: ClassVar[bool] = True
     redeal: ClassVar[bool] = False
     needs_gradients: ClassVar[bool] = True
+    centring: ClassVar[None] = None
     coordinated: ClassVar[bool] = True
 
 

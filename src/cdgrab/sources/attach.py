@@ -89,7 +89,9 @@ def _attach_examples(ordering: Ordering, model: nn.Module, source: str, reductio
     shapes = {name: p.shape for name, p in watched.named_parameters() if p.requires_grad}
     sketch = Sketch(shapes, matrices_of(watched), length, ordering.seed) if source == "sketch" else None
     if ordering._settings.ranks_meet:
-        check_same("the model", {**_fingerprint(watched), "source": source, "length": length}, ordering._group)
+        check_same(
+            "the model", {**_fingerprint(watched), "source": source, "length": length}, ordering._connection.group
+        )
     ordering._expect(None if sketch is None else Sketched(sketch.length, sketch.watched))
     rows: RowBuilder = WholeRows(shapes) if sketch is None else SketchedRows(sketch)
     return ExampleCapture(ordering, watched, rows, mean=reduction == "mean")
@@ -123,7 +125,7 @@ def _attach_fsdp(ordering: Ordering, model: nn.Module) -> Attachment:
                     raise ValueError(
                         f"{name or 'the model'} is sharded over a mesh of several dimensions; only one is known"
                     )
-    check_same("the model", _fingerprint(model), ordering._group)
+    check_same("the model", _fingerprint(model), ordering._connection.group)
     return FsdpAttachment(ordering, model)
 
 

@@ -47,7 +47,7 @@ class DdpAttachment:
     ) -> None:
         parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._ordering = ordering
-        self._group = ordering._group
+        self._group = ordering._connection.group
         self._ddp_group = model.process_group
         self._averaging = hook
         self._averaging_state = hook_state
@@ -176,7 +176,7 @@ class DdpAttachment:
         if slices is None:
             slices = self._scratch("slices", size * width, buffer).view(size, width)
         dist.all_to_all_single(slices.view(-1), buffer, [width] * size, widths, group=self._group)
-        self._ordering._exchange.bytes_sent += buffer.element_size() * (buffer.numel() - width)
+        self._ordering._connection.exchange.bytes_sent += buffer.element_size() * (buffer.numel() - width)
         return slices
 
     def _gather_average(self, buffer: Tensor, slices: Tensor) -> Callable[[], None]:
@@ -185,7 +185,7 @@ class DdpAttachment:
         # The mean of half-precision numbers is taken in single precision.
         wide = torch.promote_types(slices.dtype, torch.float32)
         mean = torch.mean(slices, 0, dtype=wide, out=self._scratch("mean", width, buffer, wide)).to(buffer.dtype)
-        self._ordering._exchange.bytes_sent += buffer.element_size() * (size - 1) * width
+        self._ordering._connection.exchange.bytes_sent += buffer.element_size() * (size - 1) * width
         return start_all_gather(buffer, mean, self._group)
 
     def _hand_over(self, sorter: ShardedPairs, numbers: Bucket, slices: Tensor) -> None:

@@ -61,7 +61,7 @@ class FsdpAttachment:
         elif op != dist.ReduceOp.SUM:
             raise ValueError(f"FSDP asks for the reduction {op}; only SUM and AVG are known")
         output.copy_(total)
-        self._ordering._exchange.bytes_sent += input.element_size() * (size - 1) * output.numel()
+        self._ordering._connection.exchange.bytes_sent += input.element_size() * (size - 1) * output.numel()
         if isinstance(sorter, ShardedPairs):
             with self._ordering._meter.timed():
                 sorter.put(piece, slices)
