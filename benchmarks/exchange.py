@@ -23,7 +23,7 @@ from benchmarks import report
 from benchmarks.ranks import launch
 from cdgrab import Ordering
 from cdgrab.exchange import ShardedPairs
-from cdgrab.sources.ddp import DdpAttachment
+from cdgrab.sources.ddp import DdpAttachment, HookSlot
 
 STEPS = 4  # of a contender in a round: two pairs
 HUNGRY = ("authors", "gather", "server")  # some rank, or every rank, holds every gradient
@@ -96,7 +96,8 @@ def contenders(dim: int, names: list[str]) -> dict[str, tuple[Callable[[Tensor],
         module = nn.Module()
         module.weight = nn.Parameter(torch.zeros(dim))
         model = DistributedDataParallel(module)
-        attachment = DdpAttachment(ordering, model, None, None)
+        slot = HookSlot(dist.group.WORLD)
+        attachment = DdpAttachment(ordering._epochs, model, slot, None, None)
 
         def hooked(
             buffer: Tensor, attachment: DdpAttachment = attachment, weight: nn.Parameter = module.weight
@@ -109,15 +110,20 @@ def contenders(dim: int, names: list[str]) -> dict[str, tuple[Callable[[Tensor],
     return made
 
 
+def bytes_sent(owner: Any) -> int:
+    """So far, by what the contender's ordering counts."""
+    return owner._epochs.bytes_sent if isinstance(owner, Ordering) else 0
+
+
 def held_numbers(owner: Any, dim: int) -> float:
     """Numbers kept from one step to the next for ordering, per parameter."""
     if owner is None:
         return 0.0
     if isinstance(owner, Authors):
         return owner.numbers / dim
-    sorter = owner._sorter
+    sorter = owner._epochs.intake.sorter
     if isinstance(sorter, ShardedPairs):
-        parts = [*sorter.differences.values(), *sorter.running_sum.values()]
+        parts = [part for piece in sorter.pieces.values() for part in (piece.rows_Lc, piece.running_sum_c)]
     else:
         centring, balancer = sorter._centring, sorter._balancers[0]
         parts = [centring._held_LD, balancer.running_sum, balancer.scratch, sorter._waiting_VLD]
@@ -137,7 +143,7 @@ def on_a_rank(dims: list[int], names: list[str], rounds: int) -> Iterator[tuple[
             first = turn % len(made)
             for name in [*made][first:] + [*made][:first]:
                 step, owner = made[name]
-                before = getattr(getattr(owner, "_exchange", None), "bytes_sent", 0)
+                before = bytes_sent(owner)
                 elapsed = 0.0
                 for _ in range(STEPS):
                     buffer.copy_(gradient).mul_(torch.rand(()))
@@ -146,7 +152,7 @@ def on_a_rank(dims: list[int], names: list[str], rounds: int) -> Iterator[tuple[
                     step(buffer)
                     dist.barrier()
                     elapsed += time.perf_counter() - start
-                sent[name] = (getattr(getattr(owner, "_exchange", None), "bytes_sent", 0) - before) / STEPS
+                sent[name] = (bytes_sent(owner) - before) / STEPS
                 if turn:  # the first round warms up
                     seconds[name].append(elapsed / STEPS)
         if rank == 0:

@@ -12,6 +12,7 @@ writes the table and the figure from what is there.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -19,8 +20,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -81,18 +82,20 @@ def train(run: Run, data: Path, before: bool) -> dict[str, Any]:
     return {**run._asdict(), "losses": found, "seconds": seconds, **settings, **versions}
 
 
-def start(run: Run, data: Path, before: Path | None) -> str:
-    """Train in a process of its own, with the library it is about; returns the record as a line."""
+def start(task: str, seed: int, names: list[str], data: Path, before: Path | None) -> Iterator[str]:
+    """Train in a process of its own, with the library it is about; the records come as lines."""
     here = Path(__file__).parents[1]
     library = here / "src" if before is None else before
     environment = {**os.environ, "PYTHONPATH": f"{library}:{here}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.sketch_quality", "--data", str(data), "--one", *map(str, run)]
+    command = [sys.executable, "-m", "benchmarks.sketch_quality", "--data", str(data), "--tasks", task]
+    command += ["--one", str(seed), "--contenders", *names]
     if before is not None:
         command += ["--before", str(before)]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if found.returncode:
-        raise RuntimeError(f"{run} failed:\n{found.stderr}")
-    return found.stdout.splitlines()[-1]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield from (line for line in process.stdout if line.startswith("{"))
+    if process.returncode:
+        raise RuntimeError(f"{task} with seed {seed} failed")
 
 
 def known() -> dict[Run, dict[str, Any]]:
@@ -229,32 +232,33 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="the src folder of an older checkout, whose sketches are trained")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--report", action="store_true")
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        run = Run(options.one[0], options.one[1], int(options.one[2]))
-        print(json.dumps(train(run, options.data, options.before is not None)))
+    if options.one is not None:
+        for name in options.contenders:
+            run = Run(options.tasks[0], name, options.one)
+            print(json.dumps(train(run, options.data, options.before is not None)), flush=True)
         return
     if not options.report:
         every = [name for name in contenders(options.before is not None) if name not in ASKED_FOR]
         names = options.contenders or every
-        wanted = [Run(task, name, seed) for task in options.tasks for seed in range(options.seeds) for name in names]
         there = known()
-        missing = [run for run in wanted if run not in there]
         with ThreadPoolExecutor(options.jobs) as pool, RECORDS.open("a") as records:
-            runs = [pool.submit(start, run, options.data, options.before) for run in missing]
-            for line in (run.result() for run in as_completed(runs)):
-                records.write(line + "\n")
-                records.flush()
-                done = json.loads(line)
-                print(
-                    done["task"],
-                    done["contender"],
-                    done["seed"],
-                    f"{final(done):.5f}",
-                    f"{done['seconds']} s",
-                    flush=True,
-                )
+
+            def keep(task: str, seed: int, missing: list[str]) -> None:
+                for line in start(task, seed, missing, options.data, options.before):
+                    records.write(line)
+                    records.flush()
+                    done = json.loads(line)
+                    print(task, done["contender"], seed, f"{final(done):.5f}", f"{done['seconds']} s", flush=True)
+
+            jobs = []
+            for task, seed in itertools.product(options.tasks, range(options.seeds)):
+                missing = [name for name in names if Run(task, name, seed) not in there]
+                if missing:
+                    jobs.append(pool.submit(keep, task, seed, missing))
+            for job in jobs:
+                job.result()
         return
     header, rows, shares, notes = summary()
     draw(shares, FIGURE)

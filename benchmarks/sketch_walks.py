@@ -22,6 +22,8 @@ from benchmarks.sketch_tasks import TASKS, Task
 from cdgrab import Ordering, balance_vectors, herding_bound
 from cdgrab.per_example.plan import matrices_of
 from cdgrab.per_example.sketch import Sketch
+from cdgrab.sources import PerExampleSource
+from cdgrab_experiments.captured import HeldRows
 
 LENGTHS = (64, 128, 256, 512, 1024)
 GAUSSIAN = 512  # numbers of a dense Gaussian projection, the rival
@@ -44,12 +46,12 @@ def gradients(task: Task, data: Path) -> tuple[Tensor, dict[str, torch.Size], se
             optimizer.step()
     rows: list[Tensor] = []
     ordering = Ordering(len(x), batch_size=task.batch, unit_size=1, order="rr", lanes=task.batch)
-    ordering.attach(model, source="per_example")
-    attachment = ordering._attachment
-    assert attachment is not None
-    vars(attachment)["observe"] = rows.append
+    held = HeldRows(PerExampleSource())
+    ordering.attach(model, source=held)
     for a, b in zip(x.split(task.batch), y.split(task.batch), strict=True):
         task.loss(model, a, b).backward()
+        assert held.rows_ND is not None
+        rows.append(held.rows_ND)
     return torch.cat(rows), {n: p.shape for n, p in model.named_parameters()}, matrices_of(model)
 
 

@@ -94,7 +94,7 @@ def on_a_rank(names: list[str], kinds: list[str], rounds: int) -> Iterator[tuple
             first = turn % len(kinds)
             for kind in kinds[first:] + kinds[:first]:
                 ordering = orderings.get(kind)
-                sent = 0 if ordering is None else ordering._connection.exchange.bytes_sent
+                sent = 0 if ordering is None else ordering._epochs.bytes_sent
                 dist.barrier()
                 start = time.perf_counter()
                 for _ in range(STEPS):
@@ -102,11 +102,11 @@ def on_a_rank(names: list[str], kinds: list[str], rounds: int) -> Iterator[tuple
                     optimizers[kind].step()
                     optimizers[kind].zero_grad()
                 if ordering is not None:
-                    ordering._settle()
+                    _ = ordering.epoch  # once the work that goes on beside training is done
                 dist.barrier()
                 if turn:  # the first round warms up
                     took = (time.perf_counter() - start) / STEPS
-                    sent = 0 if ordering is None else (ordering._connection.exchange.bytes_sent - sent) // STEPS
+                    sent = 0 if ordering is None else (ordering._epochs.bytes_sent - sent) // STEPS
                     found[kind] = Seconds([*found[kind].of_rounds, took], sent)
         count = sum(parameter.numel() for parameter in models["plain"].parameters())
         yield name, count, found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from _inputs import randn
 from cdgrab import Ordering, flat_grad
 from cdgrab.factors import Factors
 from cdgrab.per_example.capture import ExampleCapture
+from cdgrab.sources import Attachment, GradientSource, Port, find_source
 
 
 class Lenet(nn.Module):
@@ -164,6 +166,11 @@ def one_by_one(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def source_of(name: str, length: int) -> GradientSource:
+    """A source by name; sketches have this length."""
+    return find_source(name, {"length": length} if name == "sketch" else {})
+
+
 class Collected:
     """A builder of rows that keeps the factors it is given."""
 
@@ -180,26 +187,60 @@ class Collected:
         self.factors.clear()
 
 
+class Catching:
+    """A source whose rows are caught. The ordering gets what `change` makes of them, or nothing."""
+
+    def __init__(self, source: GradientSource, change: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._source, self._change = source, change
+        self.rows: list[Tensor] = []
+
+    def attach(self, port: Port, model: nn.Module) -> Attachment:
+        caught = self
+
+        class Caught:
+            """A port that only looks."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(port, name)
+
+            def observe(self, rows: Tensor) -> None:
+                caught.rows.append(rows.clone())
+                if caught._change is not None:
+                    port.observe(caught._change(rows))
+
+        there: Any = Caught()
+        self.attachment: Any = self._source.attach(there, model)
+        return self.attachment
+
+
+class Collecting:
+    """A source that leaves the factors of a batch where they are."""
+
+    def __init__(self, *, mean: bool) -> None:
+        self._mean, self.collected = mean, Collected()
+
+    def attach(self, port: Port, model: nn.Module) -> Attachment:
+        return ExampleCapture(port, model, self.collected, mean=self._mean)
+
+
 def factors_of(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> dict[str, list[Factors]]:
     """What a backward pass leaves of every parameter, use by use; gradients as of a sum over examples."""
     ordering = Ordering(len(x), batch_size=len(x), unit_size=1, order="rr")
-    collected = Collected()
-    capture = ExampleCapture(ordering, model, collected, mean=reduction == "mean")
-    capture.observe = lambda rows: None
+    source = Collecting(mean=reduction == "mean")
+    ordering.attach(model, source=Catching(source))
     cross_entropy(model(x), y, reduction=reduction).backward()
-    capture.detach()
+    ordering.detach()
     # A mean loss gives every example its share of the gradient.
     share = len(x) if reduction == "mean" else 1
-    return {name: [factors.scaled(share) for factors in uses] for name, uses in collected.factors.items()}
+    return {name: [factors.scaled(share) for factors in uses] for name, uses in source.collected.factors.items()}
 
 
 def rows_of(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean", **how: Any) -> Tensor:
     """What an ordering that is attached to the model observes: whole rows, or sketches with `source="sketch"`."""
     ordering = Ordering(len(x), batch_size=len(x), unit_size=1, order="rr", seed=how.pop("seed", 0))
-    ordering.attach(model, reduction=reduction, **{"source": "per_example", **how})
-    caught: list[Tensor] = []
-    vars(ordering._attachment)["observe"] = caught.append
+    source = Catching(find_source(how.pop("source", "per_example"), {"reduction": reduction, **how}))
+    ordering.attach(model, source=source)
     cross_entropy(model(x), y, reduction=reduction).backward()
     ordering.detach()
-    [rows] = caught
+    [rows] = source.rows
     return rows * len(x) if reduction == "mean" else rows

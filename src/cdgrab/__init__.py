@@ -1,6 +1,6 @@
 """Gradient-balanced data ordering for PyTorch: GraB and CD-GraB as a drop-in sampler."""
 
-from cdgrab import factors
+from cdgrab import factors, sources
 from cdgrab.balancing.rules import RULES, Greedy, Halving, Walk
 from cdgrab.data import Indexed
 from cdgrab.functional import balance_rounds, balance_vectors
@@ -36,4 +36,5 @@ __all__ = [
     "per_example_grads",
     "register_layer",
     "set_flat_grad",
+    "sources",
 ]

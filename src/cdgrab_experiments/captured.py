@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cdgrab import Ordering
+from cdgrab.sources import Attachment, GradientSource, Port
 from cdgrab_experiments.steps import Batch, block_steps, flat_gradients, gradients_by_unit
 from cdgrab_experiments.tasks.base import Problem
 
@@ -27,12 +28,48 @@ class Recorded(NamedTuple):
     rows_ND: Tensor | None
 
 
+class HeldRows:
+    """A source whose rows are not observed at once, but left for whoever captures the step.
+
+    Args:
+        source: Finds the rows.
+
+    Attributes:
+        rows_ND: Of the last batch.
+        port: Takes them, when it is time.
+    """
+
+    port: Port
+
+    def __init__(self, source: GradientSource) -> None:
+        self._source = source
+        self.rows_ND: Tensor | None = None
+
+    def attach(self, port: Port, model: nn.Module) -> Attachment:
+        """As the source would."""
+        self.port = port
+        stand_in: Any = _Holding(port, self)
+        return self._source.attach(stand_in, model)
+
+
+class _Holding:
+    """The port of an ordering, but for the rows."""
+
+    def __init__(self, port: Port, held: HeldRows) -> None:
+        self._port, self._held = port, held
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._port, name)
+
+    def observe(self, rows_ND: Tensor) -> None:
+        self._held.rows_ND = rows_ND
+
+
 class CapturedSteps:
     """The steps of one process on a GPU, replayed.
 
     A short last batch, and everything before the first capture, runs eagerly through the same code. A model that the
-    ordering is attached to gives rows or sketches, which are taken from the attachment and observed later. Rows of
-    several steps are copied into one block.
+    ordering is attached to leaves rows or sketches in `held`. Rows of several steps are copied into one block.
 
     The ordering observes rows beside training, on a stream of its own: it reads memory most of the time, while steps
     compute. So there are two blocks of rows, one that is written and one that is observed.
@@ -46,17 +83,17 @@ class CapturedSteps:
         *,
         batch: int,
         balanced: bool,
+        rule: str = "greedy",
+        held: HeldRows | None = None,
     ) -> None:
         self._problem, self._ordering, self._optimizer = problem, ordering, optimizer
-        self._batch, self._balanced = batch, balanced
+        self._batch, self._balanced, self._rule = batch, balanced, rule
+        self._held = held
+        self._observe_rows = ordering.observe if held is None else held.port.observe
         self._parameters = [p for p in problem.model.parameters() if p.requires_grad]
         self._device = self._parameters[0].device
         self._flat_D = flat_gradients(self._parameters)
-        self._attached_ND: Tensor | None = None  # rows or sketches of the last batch, by the attachment
-        attachment = cast("Any", ordering._attachment)
-        if attachment is not None:
-            attachment.observe = self._take_rows
-        self._by_backward = problem.gradient is None and (attachment is not None or not balanced)
+        self._by_backward = problem.gradient is None and (held is not None or not balanced)
         self._recorded: Recorded | None = None
         self._captured_at: list[float] = []
         self._index_SN = torch.zeros(0, batch, dtype=torch.int64, device=self._device)
@@ -111,7 +148,7 @@ class CapturedSteps:
         self._sorting.wait_stream(torch.cuda.current_stream())
         # Timed here too: some orders and rules, and the end of an epoch, make the host wait.
         with self._timed(), torch.cuda.stream(self._sorting):
-            self._ordering._observe(rows_KND)  # also of a model that the ordering is attached to
+            self._observe_rows(rows_KND)
             end.record()
         return end
 
@@ -155,7 +192,7 @@ class CapturedSteps:
             batch_size=ordering.batch_size,
             unit_size=1,
             order=ordering.order_name,
-            rule=ordering._settings.make_rule,
+            rule=self._rule,
             lanes=ordering.lanes,
         )
         block_KND = self._blocks[0].zero_()
@@ -223,13 +260,10 @@ class CapturedSteps:
         if self._by_backward:
             self._flat_D.zero_()
             problem.loss(problem.model, *batch).backward()
-            return self._attached_ND
+            return None if self._held is None else self._held.rows_ND
         rows_ND = self._flat_D.new_empty(len(batch[0]), len(self._flat_D)) if self._balanced else None
         if problem.gradient is not None:
             self._flat_D.copy_(problem.gradient(problem.model, *batch, rows=rows_ND))
         elif rows_ND is not None:
             gradients_by_unit(problem, batch, self._batch, rows_ND, self._flat_D)
         return rows_ND
-
-    def _take_rows(self, rows_ND: Tensor) -> None:
-        self._attached_ND = rows_ND

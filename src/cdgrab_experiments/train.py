@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from cdgrab import ORDERS, Ordering, herding_bound
-from cdgrab_experiments.captured import CapturedSteps
+from cdgrab.sources import BatchSource, GradientSource, PerExampleSource, SketchSource
+from cdgrab_experiments.captured import CapturedSteps, HeldRows
 from cdgrab_experiments.config import RunConfig
 from cdgrab_experiments.records import EpochRecord
 from cdgrab_experiments.repeatable import repeatable
@@ -82,11 +83,21 @@ class Trainer:
                 f"source {config.source!r} makes short rows of single examples' layers, which {config.task} has not"
             )
         if balanced and not closed and (ranks > 1 or problem.examples == 1):
-            self._attach(model)
+            source = self._source()
+            held = HeldRows(source) if captured else None
+            self.ordering.attach(model, source=held or source)
+        else:
+            held = None
         self._steps: Steps
         if captured:
             self._steps = CapturedSteps(
-                self.problem, self.ordering, self.optimizer, batch=self._batch, balanced=balanced
+                self.problem,
+                self.ordering,
+                self.optimizer,
+                batch=self._batch,
+                balanced=balanced,
+                rule=config.rule,
+                held=held,
             )
         else:
             self._steps = EagerSteps(
@@ -160,7 +171,7 @@ class Trainer:
         self._steps.forget()
         self.trained, self._record, self._evaluated_last = state["trained"], last, True
 
-    def _attach(self, model: nn.Module) -> None:
+    def _source(self) -> GradientSource:
         config = self.config
         if self.problem.examples > 1:
             if self._batch != 1:
@@ -168,11 +179,10 @@ class Trainer:
                     f"a rank's batch is {self._batch} units of {config.task}, whose gradients a backward pass does not "
                     f"tell apart; use --batch {config.workers}"
                 )
-            self.ordering.attach(model)
-        elif config.source != "exact":
-            self.ordering.attach(model, source="sketch", length=int(config.source.removeprefix("sketch:")))
-        else:
-            self.ordering.attach(model, source="per_example")
+            return BatchSource()
+        if config.source != "exact":
+            return SketchSource(length=int(config.source.removeprefix("sketch:")))
+        return PerExampleSource()
 
     def _evaluated(self) -> EpochRecord:
         problem, model = self.problem, self.problem.model

@@ -198,7 +198,7 @@ def half_precision() -> list[list[int]]:
     ordering = Ordering(LENGTH, batch_size=BATCH)
     ordering.attach(model)
     orders = train(ordering, model, epochs=2)
-    assert all(part.dtype == torch.float32 for part in ordering._sorter.differences.values())  # type: ignore[union-attr]
+    assert all(piece.rows_Lc.dtype == torch.float32 for piece in ordering._epochs.intake.sorter.pieces.values())  # type: ignore[union-attr]
     return orders
 
 
@@ -235,22 +235,24 @@ def test_accumulated_batches_are_one_unit() -> None:
             assert sorted(units) == sorted(first)
 
 
+def fresh() -> tuple[Ordering, DistributedDataParallel]:
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.0001)
+    ordering = Ordering(LENGTH, batch_size=BATCH)
+    ordering.attach(model)
+    return ordering, model
+
+
+def steps(ordering: Ordering, model: nn.Module, count: int) -> list[list[int]]:
+    seen = []
+    for _ in range(count):
+        model.zero_grad()
+        loss_of(model, ordering.remaining()[:BATCH].tolist()).backward()
+        seen.append(ordering.order.tolist())
+    return seen
+
+
 def resumed(stop: int) -> bool:
     """A new process has buckets of its own: what was saved must move into them."""
-
-    def fresh() -> tuple[Ordering, DistributedDataParallel]:
-        model = DistributedDataParallel(Net(), bucket_cap_mb=0.0001)
-        ordering = Ordering(LENGTH, batch_size=BATCH)
-        ordering.attach(model)
-        return ordering, model
-
-    def steps(ordering: Ordering, model: nn.Module, count: int) -> list[list[int]]:
-        seen = []
-        for _ in range(count):
-            model.zero_grad()
-            loss_of(model, ordering.remaining()[:BATCH].tolist()).backward()
-            seen.append(ordering.order.tolist())
-        return seen
 
     straight, model = fresh()
     steps(straight, model, stop)
@@ -264,6 +266,24 @@ def resumed(stop: int) -> bool:
 @pytest.mark.parametrize("stop", [0, 1, 2, 5])
 def test_resume_leaves_no_trace_under_ddp(stop: int) -> None:
     assert run_ranks(3, resumed, stop) == [True] * 3
+
+
+def attached_twice() -> list[list[list[int]]]:
+    """Orders of an ordering that is attached throughout, and of one that is detached and attached again."""
+    found = []
+    for again in (False, True):
+        ordering, model = fresh()
+        seen = steps(ordering, model, 6)
+        if again:
+            ordering.detach()
+            ordering.attach(model)
+        found.append([*seen, *steps(ordering, model, 14)])
+    return found
+
+
+def test_a_model_may_be_attached_again() -> None:
+    for throughout, again in run_ranks(2, attached_twice):
+        assert throughout == again
 
 
 def refusals() -> list[str]:
@@ -283,6 +303,9 @@ def refusals() -> list[str]:
     ordering.attach(model)
     refused(ordering, model)
     refused(Ordering(LENGTH, batch_size=BATCH), model)
+    hooked = DistributedDataParallel(Net())
+    hooked.register_comm_hook(None, fp16_compress_hook)
+    refused(Ordering(LENGTH, batch_size=BATCH), hooked)
     try:
         ordering.observe(torch.zeros(3))
     except ValueError as error:
@@ -297,6 +320,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason() -> None:
         "unit_size is 1, but a backward pass gives one gradient for the whole batch of 4",
         "hook= is for DistributedDataParallel; Net has no communication hook",
         "the ordering is attached to a model already",
+        "another ordering is attached to the model",
         "the model has a communication hook already",
         "gradients are observed by the model this ordering is attached to",
     ]

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from _inputs import randn
+from _models import source_of
 from cdgrab import Ordering
 from distributed._ranks import run_ranks
 
@@ -25,7 +26,7 @@ def net() -> nn.Module:
 
 def epochs(ordering: Ordering, model: nn.Module, source: str, per_step: int) -> list[list[list[int]]]:
     """Orders of the lanes of this process after each of three epochs, without training: gradients stay as they are."""
-    ordering.attach(model, source=source, length=32)
+    ordering.attach(model, source=source_of(source, 32))
     orders = []
     for _ in range(3):
         epoch = ordering.epoch
@@ -57,7 +58,7 @@ def other_forms() -> tuple[list[str], int, list[float]]:
     groups, forms, sent = len(known.pg_map), [], []
     for source in ("sketch", "per_example", "sketch"):
         ordering.attach(model, source=source)
-        forms.append(ordering._intake.form)
+        forms.append(ordering._epochs.intake.form)
         epoch = ordering.epoch
         while ordering.epoch == epoch:
             batch = torch.from_numpy(ordering.remaining()[:2])
@@ -71,7 +72,7 @@ def other_forms() -> tuple[list[str], int, list[float]]:
             ValueError, match="'sharded' is for whole rows, and sketches are short; leave exchange= out"
         ):
             other.attach(model, source="sketch")
-    assert other._intake.form == "rows (exchange 'sharded')"
+    assert other._epochs.intake.form == "rows (exchange 'sharded')"
     return forms, groups, sent
 
 

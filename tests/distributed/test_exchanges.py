@@ -201,7 +201,7 @@ def tampered() -> None:
     ordering = Ordering(8, batch_size=2, unit_size=1, exchange="gather")
     for step in range(2):
         if step == 1 and dist.get_rank() == 1:
-            sorter: Any = ordering._sorter
+            sorter: Any = ordering._epochs.intake.sorter
             sorter.add(torch.ones(2, 4, 3))
         ordering.observe(randn(2, 3, seed=dist.get_rank()))
 

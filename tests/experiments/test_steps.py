@@ -12,17 +12,21 @@ from torch import Tensor
 from _problems import PROBLEMS
 from _streams import Line, lines_for_streams
 from cdgrab import Ordering
-from cdgrab_experiments.captured import CapturedSteps, Recorded
+from cdgrab.sources import PerExampleSource, SketchSource
+from cdgrab_experiments.captured import CapturedSteps, HeldRows, Recorded
 from cdgrab_experiments.steps import Collector, LateCollector
 from cdgrab_experiments.tasks.base import Problem
 
 
 def captured(problem: Problem, *, balanced: bool, source: str = "per_example", workers: int = 3) -> CapturedSteps:
     ordering = Ordering(len(problem.train[0]), batch_size=6, unit_size=1, lanes=workers)
+    held = None
     if balanced and problem.gradient is None and problem.examples == 1:
-        ordering.attach(problem.model, source=source, length=2**16)  # so long that nothing is given up
+        # So long that nothing is given up.
+        held = HeldRows(SketchSource(length=2**16) if source == "sketch" else PerExampleSource())
+        ordering.attach(problem.model, source=held)
     optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.1)
-    return CapturedSteps(problem, ordering, optimizer, batch=6, balanced=balanced)
+    return CapturedSteps(problem, ordering, optimizer, batch=6, balanced=balanced, held=held)
 
 
 def gradient(problem: Problem, batch: tuple[Tensor, ...]) -> Tensor:
@@ -84,7 +88,7 @@ def test_rows_are_observed_beside_the_steps(name: str, workers: int, monkeypatch
     steps._sorting = Line()
     steps._make_blocks(4, steps._flat_D)
     steps._recorded = Recorded(graph, graph.rows)  # type: ignore[arg-type]
-    observe = ordering._observe
+    observe = steps._observe_rows
 
     def noted(rows: Tensor) -> None:
         line: Any = torch.cuda.current_stream()
@@ -94,7 +98,7 @@ def test_rows_are_observed_beside_the_steps(name: str, workers: int, monkeypatch
         steps.seen.append(line.does_something())
         rows.fill_(torch.nan)  # what is read later than now is no longer there
 
-    monkeypatch.setattr(ordering, "_observe", noted)
+    steps._observe_rows = noted
     for epoch in range(2):
         index = torch.from_numpy(ordering.remaining()).clone()
         steps._index_SN, steps.seen = index[: len(index) // 6 * 6].view(-1, 6), []
@@ -113,7 +117,7 @@ def by_hand(problem: Problem, workers: int) -> tuple[list[int], list[Tensor]]:
         for index in torch.from_numpy(steps._ordering.remaining()).clone().split(6):
             rows = steps._gradient(tuple(part[index] for part in problem.train)).clone()
             steps._optimizer.step()
-            steps._ordering._observe(rows)  # also where it is attached
+            steps._observe_rows(rows)
     return steps._ordering.remaining().tolist(), [p.detach() for p in problem.model.parameters()]
 
 

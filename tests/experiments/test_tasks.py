@@ -15,7 +15,9 @@ import _data
 import cdgrab
 from _asserts import assert_permutation
 from _data import dim, make, needs_transformers
+from _models import Catching
 from cdgrab.accel import numba_balancing as compiled
+from cdgrab.sources import PerExampleSource
 from cdgrab_experiments.catalogue import CATALOGUE, DataError
 from cdgrab_experiments.tasks import TASKS, find_task
 from cdgrab_experiments.tasks import gpt2 as gpt2_task
@@ -131,12 +133,11 @@ def test_rows_from_layers_equal_automatic_differentiation(name: str, tmp_path: P
     problem.model.double()
     batch = tuple(part[:3].double() if part.is_floating_point() else part[:3] for part in problem.train)
     ordering = cdgrab.Ordering(3, batch_size=3, unit_size=1)
-    ordering.attach(problem.model, source="per_example")
-    caught: list[Tensor] = []
-    vars(ordering._attachment)["observe"] = caught.append
+    catching = Catching(PerExampleSource())
+    ordering.attach(problem.model, source=catching)
     problem.loss(problem.model, *batch).backward()
     ordering.detach()
-    [rows] = caught
+    [rows] = catching.rows
     for i, row in enumerate(rows):
         expected = gradient(problem, tuple(part[i : i + 1] for part in batch))
         assert (3 * row - expected).norm() <= 1e-9 * expected.norm()

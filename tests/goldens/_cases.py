@@ -128,10 +128,10 @@ class Training:
             lanes=case.lanes if ranks == 1 else None,
             seed=3,
         )
-        if case.source == "sketch":
-            self.ordering.attach(self.model, source="sketch", reduction=case.reduction, length=case.sketch_length)
-        elif case.source is not None:
-            self.ordering.attach(self.model, source=case.source, reduction=case.reduction)
+        if case.source is not None:
+            options: dict[str, Any] = {} if case.source == "batch" else {"reduction": case.reduction}
+            options |= {"length": case.sketch_length} if case.source == "sketch" else {}
+            self.ordering.attach(self.model, source=case.source, **options)
         self.seen: list[dict[str, Any]] = []
         self.steps = 0
 

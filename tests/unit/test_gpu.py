@@ -85,7 +85,7 @@ def test_rows_that_wait_are_balanced_by_a_recording(monkeypatch: pytest.MonkeyPa
             for batch in torch.tensor(list(ordering.sampler)).split(10):
                 ordering.observe(vectors[batch.cuda()])
             found.append(ordering.order.tolist())
-        sorter: Any = ordering._sorter
+        sorter: Any = ordering._epochs.intake.sorter
         return found, len(sorter._balancers[0].blocks._recorded)
 
     expected, never = orders(0)

@@ -14,6 +14,7 @@ from cdgrab.accel import numba_balancing as compiled
 from cdgrab.balancing import tables
 from cdgrab.balancing.recorded import RecordedBlocks
 from cdgrab.balancing.rules import FloatArray, Rule
+from cdgrab.balancing.tables import Differences, balance
 from cdgrab.balancing.tally import Tally, Witness
 from cdgrab.orders.fill import SignArray
 
@@ -111,11 +112,8 @@ class Balancer:
         size = block_size(rows_KD)
         signs = []
         for k in range(0, len(rows_KD), size):
-            rows, minus = rows_KD[k : k + size], None if minus_KD is None else minus_KD[k : k + size]
-            decided_4K = tables.decide(tables.table(rows, minus, self.running_sum), self.rule)
-            tables.advance(self.running_sum, rows, minus, decided_4K[1])
-            self.tally.add_decided(decided_4K)
-            signs.append(decided_4K[0])
+            batch = Differences(rows_KD[k : k + size], None if minus_KD is None else minus_KD[k : k + size])
+            signs.append(balance(batch, self.running_sum, self.rule, self.tally)[0])
         signs_K = signs[0] if len(signs) == 1 else torch.cat(signs)
         return signs_K.to(torch.int8).numpy() if signs_K.device.type == "cpu" else signs_K
 

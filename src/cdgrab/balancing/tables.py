@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +21,46 @@ from torch import Tensor
 from cdgrab.accel import numba_balancing as compiled
 from cdgrab.balancing.blocked import block_signs
 from cdgrab.balancing.rules import FloatArray, Rule
+from cdgrab.balancing.tally import Tally
 
 _STRETCH = 1 << 14  # columns that a CPU takes at a time
 LONG_ON_GPU = 1 << 19  # from here on the rows themselves are what takes time, not the launches
 HUGE_ON_GPU = 1 << 23  # and from here on they keep a GPU busy; nothing else finds room beside them
+
+
+RunningSum = TypeVar("RunningSum", contravariant=True)
+
+
+class GradientBatch(Protocol[RunningSum]):
+    """Rows to be balanced, in whatever form they are held: all that a running sum of that form has to know."""
+
+    def table(self, running_sum: RunningSum) -> Tensor:
+        """`K x (K + 1)`: inner products of the rows with each other, then those with the running sum, in float64."""
+
+    def add_to(self, running_sum: RunningSum, weights_K: Tensor) -> None:
+        """Add the rows, each times its weight, to the running sum. A row of weight 0 may be anything."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The rows `rows - minus`, whole, or `rows` alone: a `GradientBatch`."""
+
+    rows_KD: Tensor
+    minus_KD: Tensor | None = None
+
+    def table(self, running_sum: Tensor) -> Tensor:
+        return table(self.rows_KD, self.minus_KD, running_sum)
+
+    def add_to(self, running_sum: Tensor, weights_K: Tensor) -> None:
+        advance(running_sum, self.rows_KD, self.minus_KD, weights_K)
+
+
+def balance(batch: GradientBatch[RunningSum], running_sum: RunningSum, rule: Rule, tally: Tally) -> Tensor:
+    """The core: from the table to signs, from signs to the new running sum. Returns what `decide` does."""
+    decided_4K = decide(batch.table(running_sum), rule)
+    batch.add_to(running_sum, decided_4K[1])
+    tally.add_decided(decided_4K)
+    return decided_4K
 
 
 def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ Shapes: `L` lanes, `J` of them on each of `W` ranks, `m` visits, `c` coordinates
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdgrab.balancing.rules import Rule, RuleMaker
-from cdgrab.balancing.tables import advance, decide, difference_table
+from cdgrab.balancing.tables import advance, balance, difference_table
 from cdgrab.balancing.tally import Tally
 from cdgrab.exchange.gather import Gather, by_lane
 from cdgrab.lanes import BoolArray, IntArray
@@ -59,97 +60,134 @@ class Sharded(Gather):
         return work
 
 
+@dataclass
+class Piece:
+    """What is stored of some coordinates: first rows until the second ones have come, then differences of pairs."""
+
+    rows_Lc: Tensor
+    running_sum_c: Tensor
+
+
+@dataclass
+class SlicedPairs:
+    """The differences of a pair of visits, of which this rank has some coordinates: a `GradientBatch`.
+
+    Attributes:
+        summed: Their table, in which the shares of all ranks are being added up.
+        work: Until that is done.
+        active_L: Lanes that had a unit in both visits.
+    """
+
+    summed: Tensor
+    work: dist.Work | None
+    active_L: BoolArray
+
+    def table(self, running_sum: Collection[Piece]) -> Tensor:  # noqa: ARG002, it is in there
+        if self.work is not None:
+            self.work.wait()
+        if self.active_L.all():
+            return self.summed
+        index = np.flatnonzero(self.active_L)
+        return self.summed[index][:, [*index, len(self.active_L)]]
+
+    def add_to(self, running_sum: Collection[Piece], weights_K: Tensor) -> None:
+        weights_L = weights_K
+        if not self.active_L.all():
+            weights_L = weights_K.new_zeros(len(self.active_L))
+            weights_L[np.flatnonzero(self.active_L)] = weights_K
+        for piece in running_sum:
+            advance(piece.running_sum_c, piece.rows_Lc, None, weights_L)
+
+
 class ShardedPairs:
     """PairBalance on slices: a sorter that never holds a whole row.
 
     Slices come in named pieces, so that a bucket or a wrapped module can be handed over as soon as it is there. For the
     first of a pair a piece is written straight into the store; for the second it is subtracted from it. Memory: one
     visit's slices, and this rank's slice of the running sum, `dim / W`.
+
+    Attributes:
+        pieces: What is stored, by name.
+        decisions: The signs so far.
     """
 
     def __init__(self, num_lanes: int, exchange: Sharded, rule: Rule) -> None:
         self._exchange = exchange
         self._num_lanes = num_lanes
         self._rule = rule
-        self.rules = [rule]
         self._tally = Tally()
-        self.differences: dict[Any, Tensor] = {}  # piece -> L x c; first rows until the second ones have come
-        self.running_sum: dict[Any, Tensor] = {}  # piece -> c
-        self._second = False  # whether the visit under way is the second of its pair
-        self._first_L = np.zeros(num_lanes, dtype=bool)  # lanes that had a unit in the first
-        self._parts: list[Tensor] = []  # tables of the pieces that have come
-        self._table: tuple[dist.Work | None, Tensor, BoolArray] | None = None
+        self.pieces: dict[Any, Piece] = {}
+        self._first_L: BoolArray | None = None  # lanes that had a unit in the first of a pair; None before it is over
+        self._tables: list[Tensor] = []  # of the pieces that have come
+        self._pending: SlicedPairs | None = None
         self.decisions = Decisions(num_lanes, paired=True)
+
+    @property
+    def rules(self) -> list[Rule]:
+        return [self._rule]
 
     # Rows
 
-    def room(self, piece: Any, width: int, like: Tensor) -> Tensor | None:
-        """For the first of a pair: where the slices of `piece` are to be written. None for the second."""
-        if self._second:
+    def room(self, name: Any, width: int, like: Tensor) -> Tensor | None:
+        """For the first of a pair: where the slices of a piece are to be written. None for the second."""
+        if self._first_L is not None:
             return None
         self.resolve()  # the store still holds the differences of the pair before
-        if piece not in self.differences:
+        if name not in self.pieces:
             dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-            self.differences[piece] = torch.zeros(self._num_lanes, width, dtype=dtype, device=like.device)
-            self.running_sum[piece] = torch.zeros(width, dtype=dtype, device=like.device)
-        return self.differences[piece]
+            empty_Lc = torch.zeros(self._num_lanes, width, dtype=dtype, device=like.device)
+            self.pieces[name] = Piece(empty_Lc, torch.zeros_like(empty_Lc[0]))
+        return self.pieces[name].rows_Lc
 
-    def put(self, piece: Any, slices_Lc: Tensor) -> None:
+    def put(self, name: Any, slices_Lc: Tensor) -> None:
         """Take a piece of this visit. Slices that are already in the room given for them are not copied."""
-        room = self.room(piece, slices_Lc.shape[1], slices_Lc)
+        room = self.room(name, slices_Lc.shape[1], slices_Lc)
         if room is None:
-            self._parts.append(difference_table(self.differences[piece], slices_Lc, self.running_sum[piece]))
+            piece = self.pieces[name]
+            self._tables.append(difference_table(piece.rows_Lc, slices_Lc, piece.running_sum_c))
         elif room.data_ptr() != slices_Lc.data_ptr():
             room.copy_(slices_Lc)
 
     def end_visit(self, counts_L: BoolArray) -> None:
         """All pieces of this visit have come; `counts_L` says which lanes had a unit."""
-        if not self._second:
+        if self._first_L is None:
             self._first_L = counts_L
-            self._second = True
             return
-        self._second = False
-        parts, self._parts = self._parts, []
-        active_L = counts_L & self._first_L
+        active_L, self._first_L = counts_L & self._first_L, None
+        tables, self._tables = self._tables, []
         if not active_L.any():
             self.resolve()  # signs come in the order of pairs
             self.decisions.append(np.zeros(0, dtype=np.int8), active_L[None])
             return
-        table = torch.stack(parts).sum(0)
+        table = torch.stack(tables).sum(0)
         work = self._exchange.add_up(table) if self._num_lanes > 1 else None
-        self._table = (work, table, active_L)
+        self._pending = SlicedPairs(table, work, active_L)
 
     def resolve(self) -> None:
         """Decide the signs of the last pair, as soon as the store is needed for the next one."""
-        if self._table is None:
-            return
-        work, table, active_L = self._table
-        self._table = None
-        if work is not None:
-            work.wait()
-        index = np.flatnonzero(active_L)
-        if not active_L.all():
-            table = table[index][:, [*index, self._num_lanes]]
-        decided_4K = decide(table, self._rule)
-        weights_L = decided_4K[1]
-        if not active_L.all():
-            weights_L = weights_L.new_zeros(self._num_lanes)
-            weights_L[index] = decided_4K[1]
-        for piece, rows_Lc in self.differences.items():
-            advance(self.running_sum[piece], rows_Lc, None, weights_L)
-        self._tally.add_decided(decided_4K)
-        self.decisions.append(decided_4K[0], active_L[None])
+        pairs, self._pending = self._pending, None
+        if pairs is not None:
+            decided_4K = balance(pairs, self.pieces.values(), self._rule, self._tally)
+            self.decisions.append(decided_4K[0], pairs.active_L[None])
+
+    def lift(self) -> Tensor:
+        """`(L + 1) x c`: all that is stored, piece after piece, running sums last. The store is empty then."""
+        self.resolve()
+        pieces, self.pieces = self.pieces, {}
+        return torch.cat([torch.cat([one.rows_Lc, one.running_sum_c[None]]) for one in pieces.values()], dim=1)
+
+    def lay_down(self, parts: Mapping[Any, Tensor]) -> None:
+        """Store columns again, by the new names of pieces."""
+        self.pieces = {name: Piece(part[:-1].clone(), part[-1].clone()) for name, part in parts.items()}
 
     # Sorter
 
     def start_epoch(self, epoch: int, visited_L: IntArray) -> None:
-        self._table = None
-        self._parts = []
-        self._second = False
+        self._pending, self._first_L, self._tables = None, None, []
         self.decisions = Decisions(self._num_lanes, paired=True)
         self._tally = Tally()
-        for running_sum in self.running_sum.values():
-            running_sum.zero_()
+        for piece in self.pieces.values():
+            piece.running_sum_c.zero_()
         self._rule.start_epoch(epoch, int((visited_L // 2).sum()))
 
     def add(self, rows_mLD: Tensor, counts_mL: BoolArray | None = None) -> None:
@@ -170,29 +208,31 @@ class ShardedPairs:
 
     def state_dict(self) -> dict[str, Any]:
         self.resolve()
+        waiting = self._first_L is not None
+        first_L = self._first_L if self._first_L is not None else np.ones(self._num_lanes, dtype=bool)
         return {
-            "second": self._second,
-            "first": torch.from_numpy(self._first_L.copy()),
+            "second": waiting,
+            "first": torch.from_numpy(first_L.copy()),
             # Once a pair is complete and decided on, nothing of it is needed but how wide its pieces are.
             "differences": {
-                piece: rows[: len(rows) * self._second].clone() for piece, rows in self.differences.items()
+                name: piece.rows_Lc[: self._num_lanes * waiting].clone() for name, piece in self.pieces.items()
             },
-            "running_sum": {piece: rows.clone() for piece, rows in self.running_sum.items()},
+            "running_sum": {name: piece.running_sum_c.clone() for name, piece in self.pieces.items()},
             "decisions": self.decisions.state_dict(),
             "tally": asdict(self._tally.settled()),
             "rule": self._rule.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._table = None
-        self._parts = []
-        self._second = state["second"]
-        self._first_L = state["first"].cpu().numpy().copy()
-        self.differences = {
-            piece: rows.clone() if self._second else rows.new_zeros(self._num_lanes, rows.shape[1])
-            for piece, rows in state["differences"].items()
+        self._pending, self._tables = None, []
+        self._first_L = state["first"].cpu().numpy().copy() if state["second"] else None
+        rows = state["differences"]
+        self.pieces = {
+            name: Piece(
+                rows[name].clone() if state["second"] else sums.new_zeros(self._num_lanes, len(sums)), sums.clone()
+            )
+            for name, sums in state["running_sum"].items()
         }
-        self.running_sum = {piece: rows.clone() for piece, rows in state["running_sum"].items()}
         self.decisions.load_state_dict(state["decisions"])
         self._tally = Tally(**state["tally"])
         self._rule.load_state_dict(state["rule"])

@@ -7,7 +7,6 @@ loop does with the loss does not change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from cdgrab.per_example.plan import Layer, ParameterNames, check_factors, find_l
 from cdgrab.per_example.row_builders import RowBuilder
 
 if TYPE_CHECKING:
-    from cdgrab.ordering import Ordering
+    from cdgrab.sources.port import Port
 
 
 class BatchFactors:
@@ -74,19 +73,15 @@ class ExampleCapture:
     """Finds the rows of every backward pass and observes them.
 
     Args:
-        ordering: Takes the rows, and knows how many examples a batch has.
+        port: Takes the rows, and knows how many examples a batch has.
         model: With layers to watch.
         rows: Makes rows of factors.
         mean: Whether the loss is the mean over the batch. Then gradients of a short batch are scaled down, so that
             they weigh as much as all others.
-
-    Attributes:
-        observe: Takes the rows of every batch; may be replaced.
     """
 
-    def __init__(self, ordering: Ordering, model: nn.Module, rows: RowBuilder, *, mean: bool) -> None:
-        self._ordering, self._mean = ordering, mean
-        self.observe: Callable[[Tensor], None] = ordering._observe
+    def __init__(self, port: Port, model: nn.Module, rows: RowBuilder, *, mean: bool) -> None:
+        self._port, self._mean = port, mean
         layers = find_layers(model)
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._factors = BatchFactors(layers, trainable, rows)
@@ -166,13 +161,13 @@ class ExampleCapture:
         self._factors.drop()
         is_batch = bool(self._handles) and self._sinks.get_gradient(layer, sink)  # outputs keep hooks when detached
         self._pass = BackwardPass(current_pass(), is_batch, graph_is_kept())
-        self._num = self._ordering._examples_due()
+        self._num = self._port.examples_due()
         if is_batch:
             at_end_of_pass(self._on_end_of_backward)
 
     def _add(self, layer: Layer, found: LayerFactors) -> None:
         # The mean over fewer examples gives each of them more weight.
-        share = self._num / self._ordering.batch_size if self._mean else 1.0
+        share = self._num / self._port.settings.batch_size if self._mean else 1.0
         self._factors.add(layer, found, self._num, share)
 
     def _on_end_of_backward(self) -> None:
@@ -183,7 +178,7 @@ class ExampleCapture:
             rows = self._factors.finish()
             for call in ended.calls:
                 call.finish(ended.graph_stays)
-            self.observe(rows)
+            self._port.observe(rows)
 
     def _run_again(self, calls: list[DeferredCall]) -> None:
         self._running_again = True  # hooks must not take it for another forward pass

@@ -1,29 +1,71 @@
-"""Where gradients are taken from a model on their way to the average. The only files that know a wrapper."""
+"""Sources: where the gradients of units come from. Each is a frozen dataclass of its options, and a line in `SOURCES`.
+
+`batch.py` takes what a backward pass leaves, in a module (`module.py`), or on several ranks (`ddp.py`, `fsdp.py`).
+`examples.py` takes rows or sketches of single examples from the layers of a model. What a source may ask of an
+ordering, and tell it, is in `port.py`. A source of your own needs nothing else.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
 
-from cdgrab.lanes import BoolArray
+from cdgrab.sources.batch import BatchSource
+from cdgrab.sources.examples import PerExampleSource, SketchSource
+from cdgrab.sources.port import Attachment, CountedStep, GradientSource, Port
+
+SOURCES: dict[str, type[GradientSource]] = {
+    "batch": BatchSource,
+    "per_example": PerExampleSource,
+    "sketch": SketchSource,
+}
+
+_GONE = {
+    "ghost": "use 'sketch', which keeps nearly all of its gain at less cost, or 'per_example' for exact signs from "
+    "whole rows",
+}
 
 
-@dataclass(frozen=True)
-class CountedStep:
-    """A step that has been counted: which lanes had a unit, and whether the epoch ends with it.
+def find_source(source: str | GradientSource, options: Mapping[str, Any]) -> GradientSource:
+    """A source by its name and options. One that is made already is passed through.
 
-    Work on it may be done later than it was counted, by another thread, so it says for itself whether it is the last.
+    Example:
+        >>> find_source("sketch", {"length": 256})
+        SketchSource(reduction='mean', length=256)
     """
+    if not isinstance(source, str):
+        if not callable(getattr(source, "attach", None)) or isinstance(source, type):
+            raise ValueError(
+                f"source is {source!r}; pass one of {', '.join(map(repr, SOURCES))}, or an object with "
+                "attach(port, model)"
+            )
+        if options:
+            raise ValueError(f"{', '.join(options)} given with a source that is made already; give them to it")
+        return source
+    if source in _GONE:
+        raise ValueError(f"source {source!r} is gone: {_GONE[source]}")
+    if source not in SOURCES:
+        raise ValueError(f"unknown source {source!r}; choose one of {', '.join(SOURCES)}")
+    make: Any = SOURCES[source]
+    known = [field.name for field in fields(make)] if is_dataclass(make) else []
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ValueError(
+            f"source {source!r} has no option {', '.join(map(repr, unknown))}; it takes {', '.join(known) or 'none'}"
+        )
+    found: GradientSource = make(**options)
+    return found
 
-    counts_L: BoolArray
-    ends_epoch: bool
 
-
-class Attachment(Protocol):
-    """What `Ordering.attach` leaves behind."""
-
-    def settle(self) -> None:
-        """Wait until everything handed over has been dealt with; raise what went wrong meanwhile."""
-
-    def detach(self) -> None:
-        """Leave the model as it would be without ordering."""
+__all__ = [
+    "SOURCES",
+    "Attachment",
+    "BatchSource",
+    "CountedStep",
+    "GradientSource",
+    "PerExampleSource",
+    "Port",
+    "SketchSource",
+    "find_source",
+]

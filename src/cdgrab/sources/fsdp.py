@@ -6,25 +6,22 @@ slice of the parameters it owns. Every wrapped module is a piece of its own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from cdgrab.exchange import ShardedPairs
 from cdgrab.per_example.engine import at_end_of_pass, current_pass
-
-if TYPE_CHECKING:
-    from cdgrab.ordering import Ordering
+from cdgrab.sources.port import Port
 
 
 class FsdpAttachment:
     """Puts a reduce-scatter of its own into every wrapped module."""
 
-    def __init__(self, ordering: Ordering, model: nn.Module) -> None:
-        self._ordering = ordering
+    def __init__(self, port: Port, model: nn.Module) -> None:
+        self._port = port
         self._task: int | None = None  # the backward pass that has been queued
         self._stream: torch.cuda.Stream | None = None
         wrapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -44,7 +41,6 @@ class FsdpAttachment:
 
     def take(self, piece: int, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> None:
         """Reduce-scatter `input` into `output`, and hand every rank's slice to the sorter."""
-        sorter = self._ordering._attached_sorter()
         if input.is_cuda:
             self._stream = torch.cuda.current_stream(input.device)
         task = current_pass()
@@ -61,21 +57,21 @@ class FsdpAttachment:
         elif op != dist.ReduceOp.SUM:
             raise ValueError(f"FSDP asks for the reduction {op}; only SUM and AVG are known")
         output.copy_(total)
-        self._ordering._connection.exchange.bytes_sent += input.element_size() * (size - 1) * output.numel()
-        if isinstance(sorter, ShardedPairs):
-            with self._ordering._meter.timed():
+        self._port.sent(input.element_size() * (size - 1) * output.numel())
+        sorter = self._port.slices
+        if sorter is not None:
+            with self._port.timed():
                 sorter.put(piece, slices)
 
     def _on_end_of_backward(self) -> None:
         self._task = None
-        sorter = self._ordering._attached_sorter()
-        step = self._ordering._count_step()
+        sorter, step = self._port.slices, self._port.count_step()
         # On a GPU modules are reduced on a stream of FSDP's; what follows must come after them.
-        with torch.cuda.stream(self._stream), self._ordering._meter.timed():
-            if isinstance(sorter, ShardedPairs):
+        with torch.cuda.stream(self._stream), self._port.timed():
+            if sorter is not None:
                 sorter.end_visit(step.counts_L)
         with torch.cuda.stream(self._stream):
-            self._ordering._end_epoch_if_due()
+            self._port.end_epoch_if_due()
 
 
 def param_groups(module: FSDPModule) -> list[Any]:

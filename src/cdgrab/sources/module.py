@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from cdgrab.per_example.engine import at_end_of_pass, current_pass
 from cdgrab.sources.flat import flat_grad
-
-if TYPE_CHECKING:
-    from cdgrab.ordering import Ordering
+from cdgrab.sources.port import Port
 
 
 class ModuleAttachment:
@@ -21,8 +17,8 @@ class ModuleAttachment:
     the last of them.
     """
 
-    def __init__(self, ordering: Ordering, model: nn.Module, passes_per_unit: int) -> None:
-        self._ordering = ordering
+    def __init__(self, port: Port, model: nn.Module, passes_per_unit: int) -> None:
+        self._port = port
         self._model = model
         self._passes_per_unit = passes_per_unit
         self._passes = 0
@@ -51,4 +47,4 @@ class ModuleAttachment:
         if self._passes == self._passes_per_unit:
             self._passes = 0
             with torch.no_grad():
-                self._ordering._observe_attached(flat_grad(self._model))
+                self._port.observe(flat_grad(self._model))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from _inputs import randn
+from _models import source_of
 from cdgrab import Ordering
 
 X, Y = randn(4, 6, dtype=torch.float64), torch.arange(4)
@@ -65,7 +66,7 @@ def test_a_use_that_leaves_no_gradient_is_noticed_whenever_it_comes(source: str)
     """A layer runs once while it is frozen: that output's gradient comes after the gradients of its parameters."""
     first, twice, last = (nn.Linear(6, width).double() for width in (6, 6, 4))
     ordering = Ordering(24, batch_size=4, unit_size=1)
-    ordering.attach(nn.ModuleList([first, twice, last]), source=source, length=2**20)
+    ordering.attach(nn.ModuleList([first, twice, last]), source=source_of(source, 2**20))
     hidden = torch.tanh(first(X))
     twice.requires_grad_(False)
     hidden = torch.tanh(twice(hidden))

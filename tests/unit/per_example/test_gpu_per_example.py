@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from _inputs import randn
-from _models import MODELS, build, one_by_one, rows_of
+from _models import MODELS, build, one_by_one, rows_of, source_of
 from cdgrab import Ordering
 from cdgrab.factors import Lookup
 
@@ -38,7 +38,7 @@ def test_lookups_as_rows(shape: tuple[int, int, int]) -> None:
 
 def train(model: nn.Module, x: Tensor, y: Tensor, source: str) -> list[list[int]]:
     ordering = Ordering(len(x), batch_size=6, unit_size=1, lanes=3, seed=1)
-    ordering.attach(model, source=source, length=64)
+    ordering.attach(model, source=source_of(source, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     orders = []
     for epoch in range(3):

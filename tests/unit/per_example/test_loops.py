@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from _inputs import randn
-from _models import build
+from _models import Catching, build, source_of
 from cdgrab import Ordering, per_example_grads
+from cdgrab.sources import SketchSource
 
 
 def model() -> nn.Module:
@@ -109,7 +110,7 @@ def test_a_backward_pass_under_autocast_is_looked_at_in_full_precision(source: s
     def found(inside: bool) -> tuple[list[int], float]:
         net = model().float()
         ordering = Ordering(24, batch_size=4, unit_size=1, lanes=4)
-        ordering.attach(net, source=source, length=64)
+        ordering.attach(net, source=source_of(source, 64))
         for start in range(0, 24, 4):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = cross_entropy(net(X[start : start + 4].float()), Y[start : start + 4])
@@ -127,7 +128,7 @@ def test_sources_agree_and_detach_ends_it() -> None:
     for source in ("sketch", "per_example"):
         net = model()
         ordering = Ordering(24, batch_size=6, unit_size=1, lanes=3)
-        ordering.attach(net, source=source, length=256)  # as long as the gradient: nothing is lost
+        ordering.attach(net, source=source_of(source, 256))  # as long as the gradient: nothing is lost
         orders.append(train(net, ordering))
         ordering.detach()
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
@@ -140,7 +141,7 @@ def test_resume_in_the_middle(steps: int, source: str) -> None:
     def fresh() -> tuple[nn.Module, Ordering]:
         net = model()
         ordering = Ordering(24, batch_size=4, unit_size=1, lanes=4, seed=2)
-        ordering.attach(net, source=source, length=64)
+        ordering.attach(net, source=source_of(source, 64))
         return net, ordering
 
     def step(net: nn.Module, ordering: Ordering) -> None:
@@ -299,7 +300,7 @@ def test_uneven_workers_with_several_turns_in_a_step(length: int) -> None:
     for source in ("sketch", "per_example"):
         net = model()
         ordering = Ordering(length, batch_size=8, unit_size=1, lanes=2)
-        ordering.attach(net, source=source, length=256)  # as long as the gradient: nothing is lost
+        ordering.attach(net, source=source_of(source, 256))  # as long as the gradient: nothing is lost
         while ordering.epoch < 2:
             batch = torch.from_numpy(ordering.remaining()[:8])
             cross_entropy(net(X[batch]), Y[batch]).backward()
@@ -321,7 +322,7 @@ class Alternating(nn.Module):
 def test_layers_that_are_not_always_used(source: str) -> None:
     net = Alternating().double()
     ordering = Ordering(24, batch_size=3, unit_size=1)
-    ordering.attach(net, source=source, length=64)
+    ordering.attach(net, source=source_of(source, 64))
     while ordering.epoch < 2:
         batch = torch.from_numpy(ordering.remaining()[:3])
         cross_entropy(net(X[batch]), Y[batch]).backward()
@@ -390,17 +391,16 @@ def test_a_loss_that_is_kept_keeps_nothing_else(name: str, source: str) -> None:
 def test_a_graph_that_is_kept_counts_once(name: str) -> None:
     model, x, y = build(name, 6)
     ordering = Ordering(12, batch_size=6, unit_size=1, lanes=6)
-    ordering.attach(model, source="sketch")
-    found: list[Tensor] = []
-    attachment: Any = ordering._attachment
-    attachment.observe = found.append
+    source = Catching(SketchSource())
+    ordering.attach(model, source=source)
+    attachment = source.attachment
     attachment._before_forward()  # of another model, for instance
     loss = cross_entropy(model(x), y)
     loss.backward(retain_graph=True)
     attachment._before_forward()
     with pytest.raises(ValueError, match="second backward pass"):
         loss.backward()
-    assert len(found) == 1
+    assert len(source.rows) == 1
 
 
 @pytest.mark.parametrize("source", ["per_example", "sketch"])
@@ -436,7 +436,7 @@ def test_inputs_that_are_views_of_what_is_trained_are_as_they_were(source: str) 
         mix, out = nn.Linear(6, 6).double(), nn.Linear(6, 4).double()
         prompt = randn(6, seed=3).double().requires_grad_()  # is no parameter of what is attached
         ordering = Ordering(24, batch_size=4, unit_size=1, lanes=4, seed=2)
-        ordering.attach(nn.ModuleList([mix, out]), source=source, length=64)
+        ordering.attach(nn.ModuleList([mix, out]), source=source_of(source, 64))
         found = []
         for _ in range(18):
             batch = torch.from_numpy(ordering.remaining()[:4])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from _inputs import randn
-from _models import MODELS, build, rows_of
+from _models import MODELS, Catching, build, rows_of, source_of
 from cdgrab import Ordering
 from cdgrab.balancing.tally import WITNESS_SHARE
 from cdgrab.factors import Lookup
@@ -19,6 +19,7 @@ from cdgrab.per_example.plan import matrices_of
 from cdgrab.per_example.sketch import Sketch, checked_length
 from cdgrab.per_example.sketch_maps import MOST_FEATURES, TRANSFORM, Paired, Spread
 from cdgrab.per_example.sketch_reference import projection
+from cdgrab.sources import SketchSource
 
 
 class Convolutions(nn.Module):
@@ -206,15 +207,13 @@ def test_witnesses_take_no_part_in_decisions() -> None:
 
     def order(scale: float) -> list[int]:
         ordering = Ordering(24, batch_size=4, unit_size=1, lanes=4, seed=1)
-        ordering.attach(model, source="sketch", length=64)
-        attachment: Any = ordering._attachment
-        observe, witnesses = attachment.observe, 64 // WITNESS_SHARE
+        witnesses = 64 // WITNESS_SHARE
 
-        def scaled(rows: Tensor) -> None:
+        def scaled(rows: Tensor) -> Tensor:
             rows[:, -witnesses:] *= scale
-            observe(rows)
+            return rows
 
-        attachment.observe = scaled
+        ordering.attach(model, source=Catching(SketchSource(length=64), scaled))
         epochs(ordering, model, x, y, 1)
         ordering.detach()
         return ordering.order.tolist()
@@ -313,19 +312,11 @@ def test_examples_of_a_short_batch_weigh_as_much_as_others(name: str, source: st
     """The mean over four examples gives each of them more weight than the mean over six."""
     model, x, y = build(name, 10)
     ordering = Ordering(10, batch_size=6, unit_size=1, order="rr")
-    ordering.attach(model, source=source, length=64)
-    caught: list[Tensor] = []
-    attachment: Any = ordering._attachment
-    observe = attachment.observe
-
-    def noted(rows: Tensor) -> None:
-        caught.append(rows.clone())
-        observe(rows)
-
-    attachment.observe = noted
+    catching = Catching(source_of(source, 64), lambda rows: rows)
+    ordering.attach(model, source=catching)
     cross_entropy(model(x[:6]), y[:6]).backward()
     cross_entropy(model(x[2:6]), y[2:6]).backward()
-    torch.testing.assert_close(caught[1], caught[0][2:])
+    torch.testing.assert_close(catching.rows[1], catching.rows[0][2:])
 
 
 def test_a_model_may_change_its_type() -> None:
@@ -381,8 +372,8 @@ def test_draws_go_on_with_another_source() -> None:
         ordering.attach(model, source="per_example")
         epochs(ordering, model, x, y, 1)
         ordering.detach()
-        ordering.attach(model, source=source, length=32)
-        sorter: Any = ordering._sorter
+        ordering.attach(model, source=source_of(source, 32))
+        sorter: Any = ordering._epochs.intake.sorter
         return sorter.rules[0].state_dict()
 
     assert str(draw("sketch")) == str(draw("per_example"))

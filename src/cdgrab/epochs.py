@@ -1,0 +1,203 @@
+"""The epochs of an ordering: which units come in which order now, and how rows make the next order.
+
+All that changes while an ordering lives is here. `Ordering` is what users hold; a source of gradients talks to this
+side of it, through `cdgrab.sources.Port`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cdgrab.balancing.tally import Tally
+from cdgrab.exchange.agreement import check_digest
+from cdgrab.exchange.connection import Connection
+from cdgrab.exchange.sharded import ShardedPairs
+from cdgrab.intake import Intake, Sketched
+from cdgrab.lanes import IntArray, Lanes, narrowest
+from cdgrab.metrics import Meter
+from cdgrab.orders import Free
+from cdgrab.orders.fill import from_lanes
+from cdgrab.progress import Progress
+from cdgrab.settings import Settings
+from cdgrab.sources.port import CountedStep
+
+
+class Epochs:
+    """The epoch under way, and its end. Implements `cdgrab.sources.Port`.
+
+    Args:
+        settings: What the ordering was asked for.
+        connection: To the other ranks.
+        lanes: As they are dealt in the first epoch.
+
+    Attributes:
+        epoch: Counted from 0.
+        lanes: As they are dealt in this epoch.
+        order_N: The units of this process, visit by visit.
+        progress: What of the epoch has been observed.
+        intake: Takes rows on their way to the sorter.
+        meter: Time spent on ordering, and the figures of the last epoch.
+    """
+
+    def __init__(self, settings: Settings, connection: Connection, lanes: Lanes) -> None:
+        self.settings, self._connection = settings, connection
+        self.epoch = 0
+        self.meter = Meter()
+        self.lanes = lanes
+        self.order_N: IntArray = np.arange(self.lanes.num_units, dtype=narrowest(self.lanes.num_units))
+        self.progress = Progress(self.lanes, 0, self.order_N)
+        self.intake = Intake(settings, connection.exchange)
+        self.intake.start_epoch(0, self.lanes)
+
+    # What a source may ask
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._connection.group
+
+    @property
+    def balances(self) -> bool:
+        return self.intake.sorter is not None
+
+    @property
+    def slices(self) -> ShardedPairs | None:
+        sorter = self.intake.sorter
+        return sorter if isinstance(sorter, ShardedPairs) else None
+
+    @property
+    def is_over(self) -> bool:
+        return self.progress.finished
+
+    def examples_due(self) -> int:
+        return self.progress.due(self.settings.units_per_batch)
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank, from the first step on."""
+        return self._connection.exchange.bytes_sent
+
+    # What it may tell
+
+    def expect(self, sketched: Sketched | None) -> None:
+        if sketched == self.intake.sketched:
+            return
+        if self.progress.rows and self.balances:
+            raise ValueError(
+                f"{self.progress.rows} rows of this epoch have been observed already, as {self.intake.form}; go on "
+                "with these, or begin another epoch with set_epoch()"
+            )
+        self._connection.use_for(sketched=sketched is not None)
+        before = self.intake
+        self.intake = Intake(self.settings, self._connection.exchange, sketched=sketched)
+        self.intake.go_on_from(before)
+        self.intake.start_epoch(self.epoch, self.lanes)
+
+    def observe(self, rows: Tensor, units: Tensor | None = None) -> None:
+        with self.meter.timed():
+            self._take(rows, units)
+        self.end_epoch_if_due()
+
+    def count_step(self) -> CountedStep:
+        step = self.progress.next_step(None, self.settings.units_per_batch)
+        counts_mL = self.lanes.counts(step.start, step.visits, self.settings.sorted_lanes)
+        self.progress.record(step)
+        counts_L = np.ones(self.settings.lanes, dtype=bool) if counts_mL is None else counts_mL[0]
+        return CountedStep(counts_L, self.progress.finished)
+
+    def end_epoch_if_due(self) -> None:
+        if self.progress.finished:
+            self.next_epoch(self.epoch + 1)
+
+    def timed(self) -> AbstractContextManager[None]:
+        return self.meter.timed()
+
+    def sent(self, num_bytes: int) -> None:
+        self._connection.exchange.bytes_sent += num_bytes
+
+    # The end of an epoch
+
+    def next_epoch(self, epoch: int) -> None:
+        """Close the epoch with what has been observed, and put the next order in force."""
+        with self.meter.timed():
+            tallies = self._arrange()
+        if self.progress.rows:
+            self.meter.finish(self.epoch, tallies, self.progress.num_unvisited, self.bytes_sent)
+
+        self.epoch, self.meter.seconds = epoch, 0.0
+        spec = self.settings.spec
+        if isinstance(spec, Free):
+            if spec.redeal:
+                self.lanes = self.settings.deal(epoch)
+            self.order_N = self._baseline(spec, epoch)
+        self.intake.start_epoch(epoch, self.lanes)
+        # Last, because whoever sees an unfinished epoch may go on with it.
+        self.progress = Progress(self.lanes, epoch, self.order_N)
+
+    def _baseline(self, spec: Free, epoch: int) -> IntArray:
+        """The order of an epoch that needs no gradients, lane by lane."""
+        num_lanes, num_units = self.lanes.num_local, self.lanes.num_units
+        planned = []
+        for local, lane in enumerate(self.settings.local_lanes):
+            units = np.arange(local, num_units, num_lanes, dtype=self.order_N.dtype)
+            planned.append(units[spec.baseline(len(units), self.settings.seed, epoch, lane)])
+        return from_lanes(planned)
+
+    def _arrange(self) -> list[Tally]:
+        """Turn the signs of the epoch into an order, the same on all ranks; returns what balancing has counted."""
+        sorter, settings = self.intake.sorter, self.settings
+        if sorter is None:
+            return []
+        sorter.close()
+        tallies = sorter.tallies()
+        mine = slice(None)
+        if settings.coordinated:
+            mine = slice(settings.world.rank, None, settings.world.size)
+            if settings.ranks_meet:
+                sorter.decisions.replace(self._connection.exchange.share(sorter.decisions.joined()))
+                check_digest(self.epoch, sorter.decisions.digest(), self._connection.group)
+        self.order_N = sorter.arrange(self.progress.by_visit(), mine)
+        return tallies
+
+    def _take(self, rows: Tensor, units: Tensor | None) -> None:
+        rows = torch.as_tensor(rows)
+        rows_ND = self.intake.checked(rows)
+        steps = len(rows) if rows.ndim == 3 else 1
+        if units is None:
+            units_due = steps * self.settings.units_per_batch
+            step = self.progress.next_step(len(rows_ND) if self.balances else None, units_due)
+        elif rows.ndim == 3:
+            raise ValueError("rows of several steps are those of the next units; pass them without units=")
+        else:
+            examples = torch.as_tensor(units).reshape(-1).cpu().numpy()
+            step = self.progress.named_step(len(rows_ND), examples)
+        # All checks are done; from here on the step is recorded.
+        self.progress.record(self.intake.take(rows_ND, step, self.lanes))
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **self.intake.state_dict(),
+            "order": torch.from_numpy(self.order_N),
+            "progress": self.progress.state_dict(),
+            "metrics": self.meter.figures,
+            "seconds": self.meter.seconds,
+        }
+
+    def load_state_dict(self, epoch: int, payload: dict[str, Any]) -> None:
+        """Go on at `epoch` with a payload that has been checked; what is refused changes nothing."""
+        lanes = self.settings.deal(epoch)
+        order_N = payload["order"].numpy()
+        progress = Progress(lanes, epoch, order_N)
+        progress.load_state_dict(payload["progress"])
+        intake = Intake(self.settings, self._connection.exchange, sketched=self.intake.sketched)
+        intake.load_state_dict(payload, epoch, lanes)
+        # Nothing can fail any more.
+        self.epoch, self.lanes, self.order_N, self.progress, self.intake = epoch, lanes, order_N, progress, intake
+        self.meter.figures, self.meter.seconds = payload["metrics"], payload["seconds"]
