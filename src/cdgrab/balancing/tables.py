@@ -66,7 +66,7 @@ def balance(batch: GradientBatch[RunningSum], running_sum: RunningSum, rule: Rul
 def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor) -> Tensor:
     """The table of the rows `rows - minus`, in float64 on their device."""
     if _triton(rows_KD, minus_KD):
-        from cdgrab.accel import triton_balancing as kernels
+        from cdgrab.accel import triton_tables as kernels
 
         return kernels.table(rows_KD, minus_KD, running_sum_D, in_place=False)
     return _plain_table(rows_KD if minus_KD is None else rows_KD - minus_KD, running_sum_D)
@@ -90,7 +90,7 @@ def difference_table(first_KD: Tensor, second_KD: Tensor, running_sum_D: Tensor)
                 [0., 0.]])
     """
     if _triton(first_KD, second_KD):
-        from cdgrab.accel import triton_balancing as kernels
+        from cdgrab.accel import triton_tables as kernels
 
         return kernels.table(first_KD, second_KD, running_sum_D, in_place=True)
     same = second_KD.dtype == first_KD.dtype and second_KD.is_contiguous()
@@ -118,7 +118,7 @@ def decide(table_KK1: Tensor, rule: Rule) -> Tensor:
         return torch.from_numpy(_decide_here(table_KK1.numpy(), thresholds_K))
     limits_K = _on_device(thresholds_K, table_KK1.device)
     if _has_triton():
-        from cdgrab.accel import triton_balancing as kernels
+        from cdgrab.accel import triton_signs as kernels
 
         return kernels.decide(table_KK1, limits_K)
     return decide_there(table_KK1, limits_K)
@@ -127,7 +127,7 @@ def decide(table_KK1: Tensor, rule: Rule) -> Tensor:
 def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, weights_K: Tensor) -> None:
     """Add the rows `rows - minus`, each times its weight, to the running sum. A row of weight 0 may be anything."""
     if _triton(rows_KD, minus_KD):
-        from cdgrab.accel import triton_balancing as kernels
+        from cdgrab.accel import triton_tables as kernels
 
         kernels.advance(running_sum_D, rows_KD, minus_KD, weights_K)
         return
@@ -148,7 +148,7 @@ def balance_blocks(rows_mLD: Tensor, minus_mLD: Tensor, running_sum_D: Tensor, r
 
     The same as `table`, `decide` and `advance` for one block of rows after the other.
     """
-    from cdgrab.accel import triton_balancing as kernels
+    from cdgrab.accel import triton_blocks as kernels
 
     limits_N = thresholds(rows_mLD, minus_mLD, rule)
     return kernels.balance_blocks(kernels.Rows.of(rows_mLD), kernels.Rows.of(minus_mLD), running_sum_D, limits_N)

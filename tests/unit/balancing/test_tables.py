@@ -151,7 +151,7 @@ def _pairs(turns: int, workers: int, dim: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("num_rows", [1, 5, 8, 12, 16])
 def test_rows_that_keep_a_gpu_busy(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the settings of rows of many millions, on short ones."""
-    from cdgrab.accel import triton_balancing as kernels
+    from cdgrab.accel import triton_tables as kernels
 
     monkeypatch.setattr(kernels, "HUGE_ON_GPU", 100)
     rows, minus, running_sum = randn(num_rows, 3001), randn(num_rows, 3001, seed=1), randn(3001, seed=2)
