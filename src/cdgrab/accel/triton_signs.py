@@ -65,7 +65,7 @@ def sign_loop(gram, stride, s, thresholds, decided, start, count, ROWS: tl.const
             sign = tl.where((product <= limits_8[j]) | (not counts), 1.0, -1.0).to(tl.float64)
             here = k == first + j
             signs = tl.where(here, sign, signs)
-            s = tl.where(here & counts, product, s)
+            s = tl.where(tl.where(counts, here, False), product, s)  # not `here & counts`: see `_advance`
             weights = weights + (tl.where(counts, sign, 0.0).to(tl.float64),)
         for i in tl.static_range(8):
             s += tl.where(weights[i] != 0, weights[i] * rows_8[i], 0.0)
