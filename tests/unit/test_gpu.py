@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import cdgrab
 from _inputs import randn
 from cdgrab import Ordering
-from cdgrab.balancing import recorded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -71,25 +68,3 @@ def test_nothing_waits_for_the_device(dim: int, order: str) -> None:
             ordering.observe(vectors[4 * step : 4 * step + 4])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_rows_that_wait_are_balanced_by_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    vectors = randn(640, 300).cuda()
-
-    def orders(most: int) -> tuple[list[list[int]], int]:
-        monkeypatch.setattr(recorded, "_MOST_RECORDINGS", most)
-        ordering = Ordering(640, batch_size=10, unit_size=1, lanes=10, block=80)
-        found = []
-        for epoch in range(4):
-            ordering.sampler.set_epoch(epoch)
-            for batch in torch.tensor(list(ordering.sampler)).split(10):
-                ordering.observe(vectors[batch.cuda()])
-            found.append(ordering.order.tolist())
-        sorter: Any = ordering._epochs.intake.sorter
-        return found, len(sorter._balancers[0].blocks._recorded)
-
-    expected, never = orders(0)
-    found, recordings = orders(8)
-    assert never == 0
-    assert recordings > 0
-    assert found == expected

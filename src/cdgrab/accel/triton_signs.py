@@ -56,6 +56,7 @@ def sign_loop(gram, stride, s, thresholds, decided, start, count, ROWS: tl.const
         for j in tl.static_range(8):
             there = first + j < num_rows
             products = products + (tl.load(place + first + j, mask=there, other=0.0, cache_modifier=".cg"),)
+        tl.debug_barrier()  # and has been read before any of it is stored again
         weights = ()
         for j in tl.static_range(8):
             product = products[j]

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from cdgrab.accel import numba_balancing as compiled
 from cdgrab.balancing import tables
-from cdgrab.balancing.recorded import RecordedBlocks
-from cdgrab.balancing.rules import FloatArray, Rule
+from cdgrab.balancing.rules import FloatArray, Rule, thresholds_of
 from cdgrab.balancing.tables import Differences, balance
 from cdgrab.balancing.tally import Tally, Witness
 from cdgrab.orders.fill import SignArray
@@ -43,7 +42,6 @@ class Balancer:
     running_sum: Tensor = field(default_factory=lambda: torch.zeros(0))
     tally: Tally = field(default_factory=Tally)
     scratch: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
-    blocks: RecordedBlocks | None = None  # for what is the same every time
     watched: int = 0  # numbers at the end of a row that are witnesses, and take no part in the decisions
     witness: Witness = field(default_factory=Witness)
 
@@ -86,7 +84,7 @@ class Balancer:
             return self._balance_blocks(rows_KD, None)
         if compiled.available():
             rows = rows_KD.contiguous().numpy()
-            thresholds_K = self.rule.thresholds(len(rows), lambda: compiled.lengths(rows))
+            thresholds_K = thresholds_of(self.rule, len(rows), lambda: compiled.lengths(rows))
             return self._counted(compiled.row_signs(rows, self.running_sum.numpy(), thresholds_K))
         return self._balance_blocks(rows_KD, None) if rows_KD.shape[1] <= _TABLE_PAYS else self._balance_rows(rows_KD)
 
@@ -99,8 +97,7 @@ class Balancer:
         if not tables.takes_blocks(rows_pLD, minus_pLD):
             signs = [self._balance_blocks(rows, minus) for rows, minus in zip(rows_pLD, minus_pLD, strict=True)]
             return torch.cat([torch.as_tensor(part) for part in signs])
-        balance_blocks = self.blocks or tables.balance_blocks
-        decided_4N = balance_blocks(rows_pLD, minus_pLD, self.running_sum, self.rule)
+        decided_4N = tables.balance_blocks(rows_pLD, minus_pLD, self.running_sum, self.rule)
         self.tally.add_decided(decided_4N)
         return decided_4N[0]
 
@@ -134,7 +131,7 @@ class Balancer:
         rows: Any = rows_KD if threads else rows_KD.numpy()
         module: Any = torch if threads else np
         decided_4K = np.zeros((4, len(rows)))
-        thresholds_K = self.rule.thresholds(len(rows), lambda: compiled.lengths(rows_KD.numpy())).tolist()
+        thresholds_K = thresholds_of(self.rule, len(rows), lambda: compiled.lengths(rows_KD.numpy())).tolist()
         with np.errstate(all="ignore"):
             for k in range(len(rows)):
                 length = module.dot(rows[k], rows[k]).item()
@@ -149,7 +146,8 @@ class Balancer:
 
     def _visits_compiled(self, rows_pLD: Tensor, minus_pLD: Tensor) -> SignArray:
         visits, lanes, _ = rows_pLD.shape
-        thresholds_K = self.rule.thresholds(
+        thresholds_K = thresholds_of(
+            self.rule,
             visits * lanes,
             lambda: compiled.lengths(rows_pLD.flatten(0, 1).numpy(), minus_pLD.flatten(0, 1).numpy()),
         )

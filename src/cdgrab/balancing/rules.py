@@ -158,6 +158,17 @@ class Halving:
         self._row, self._v = state["row"], state["v"]
 
 
+def thresholds_of(rule: Rule, num_rows: int, lengths: Callable[[], FloatArray]) -> FloatArray:
+    """What `rule.thresholds` gives, one for every row; raises `ValueError` if a rule of the user's gives another."""
+    found = np.asarray(rule.thresholds(num_rows, lengths))
+    if found.shape != (num_rows,) or found.dtype.kind not in "fiu" or np.isnan(found).any():
+        raise ValueError(
+            f"the rule {type(rule).__name__} gave thresholds of shape {found.shape} and type {found.dtype} for "
+            f"{num_rows} rows; expected one number for each of them, and none that is NaN"
+        )
+    return found.astype(np.float64, copy=False)
+
+
 RuleMaker = Callable[[np.random.Generator], Rule]
 
 RULES: dict[str, RuleMaker] = {"greedy": Greedy, "walk": Walk, "halving": Halving}

@@ -18,7 +18,6 @@ from torch import Tensor
 from cdgrab.accel import numba_balancing as compiled
 from cdgrab.balancing.balancer import Balancer, Signs
 from cdgrab.balancing.centring import CENTRINGS
-from cdgrab.balancing.recorded import LONG_ROW, RecordedBlocks
 from cdgrab.balancing.rules import Rule, RuleMaker
 from cdgrab.balancing.tally import Tally, Witness
 from cdgrab.lanes import BoolArray, IntArray
@@ -30,8 +29,9 @@ from cdgrab.orders.herding import greedy_herding
 # Rows wait until they fill about this many numbers (4 MiB of float32) or this many visits.
 _WAITING_NUMBERS = 1 << 20
 _WAITING_VISITS = 1024
-# Long rows gain nothing by waiting, and are never stored. Nor do shorter ones, on a CPU with numba, if this many
-# numbers come together.
+# Rows of this length gain nothing by waiting, and are never stored. Nor are shorter ones, on a CPU with numba, if this
+# many numbers come together.
+_LONG_ROW = 1 << 15
 _ENOUGH = 1 << 16
 
 
@@ -96,8 +96,6 @@ class SignSorter:
         self._balancers = [
             Balancer(make_rule(rng), watched=watched) for rng in (rngs[:1] if spec.coordinated else rngs)
         ]
-        if len(self._balancers) == 1:
-            self._balancers[0].blocks = RecordedBlocks()
         self._block = block
         self._waiting_VLD = torch.zeros(0, len(rngs), 0)
         self._num_waiting = 0
@@ -126,7 +124,7 @@ class SignSorter:
             self._balance(rows_mLD[whole:], counts_mL[whole:])
 
     def _add_whole(self, rows_mLD: Tensor) -> None:
-        enough = rows_mLD.shape[-1] >= LONG_ROW or (rows_mLD.numel() >= _ENOUGH and _compiled(rows_mLD))
+        enough = rows_mLD.shape[-1] >= _LONG_ROW or (rows_mLD.numel() >= _ENOUGH and _compiled(rows_mLD))
         if enough and self._block is None:
             self._flush()
             self._balance(rows_mLD)
@@ -197,7 +195,7 @@ class SignSorter:
         num_lanes, dim = self._waiting_VLD.shape[1], rows.shape[-1]
         if self._block is not None:
             return max(1, self._block // num_lanes)
-        if dim >= LONG_ROW:
+        if dim >= _LONG_ROW:
             return 1
         return max(2, min(_WAITING_VISITS, _WAITING_NUMBERS // (num_lanes * dim)) // 2 * 2)
 

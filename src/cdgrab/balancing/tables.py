@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from cdgrab.accel import numba_balancing as compiled
 from cdgrab.balancing.blocked import block_signs
-from cdgrab.balancing.rules import FloatArray, Rule
+from cdgrab.balancing.rules import FloatArray, Rule, thresholds_of
 from cdgrab.balancing.tally import Tally
 
 _STRETCH = 1 << 14  # columns that a CPU takes at a time
@@ -68,7 +69,8 @@ def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor) -> Te
     if _triton(rows_KD, minus_KD):
         from cdgrab.accel import triton_tables as kernels
 
-        return kernels.table(rows_KD, minus_KD, running_sum_D, in_place=False)
+        with _current(rows_KD):
+            return kernels.table(rows_KD, minus_KD, running_sum_D, in_place=False)
     return _plain_table(rows_KD if minus_KD is None else rows_KD - minus_KD, running_sum_D)
 
 
@@ -92,7 +94,8 @@ def difference_table(first_KD: Tensor, second_KD: Tensor, running_sum_D: Tensor)
     if _triton(first_KD, second_KD):
         from cdgrab.accel import triton_tables as kernels
 
-        return kernels.table(first_KD, second_KD, running_sum_D, in_place=True)
+        with _current(first_KD):
+            return kernels.table(first_KD, second_KD, running_sum_D, in_place=True)
     same = second_KD.dtype == first_KD.dtype and second_KD.is_contiguous()
     if first_KD.device.type == "cpu" and same and compiled.available():
         return torch.from_numpy(compiled.difference_table(first_KD.numpy(), second_KD.numpy(), running_sum_D.numpy()))
@@ -113,14 +116,15 @@ def decide(table_KK1: Tensor, rule: Rule) -> Tensor:
         products the signs were decided on; squared lengths. The last two are 0 for a row that is not finite.
     """
     lengths_K = table_KK1.diagonal()
-    thresholds_K = rule.thresholds(len(table_KK1), lambda: _finite(lengths_K.cpu().numpy()))
+    thresholds_K = thresholds_of(rule, len(table_KK1), lambda: _finite(lengths_K.cpu().numpy()))
     if table_KK1.device.type == "cpu":
         return torch.from_numpy(_decide_here(table_KK1.numpy(), thresholds_K))
     limits_K = _on_device(thresholds_K, table_KK1.device)
     if _has_triton():
         from cdgrab.accel import triton_signs as kernels
 
-        return kernels.decide(table_KK1, limits_K)
+        with _current(table_KK1):
+            return kernels.decide(table_KK1, limits_K)
     return decide_there(table_KK1, limits_K)
 
 
@@ -129,7 +133,8 @@ def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, wei
     if _triton(rows_KD, minus_KD):
         from cdgrab.accel import triton_tables as kernels
 
-        kernels.advance(running_sum_D, rows_KD, minus_KD, weights_K)
+        with _current(rows_KD):
+            kernels.advance(running_sum_D, rows_KD, minus_KD, weights_K)
         return
     differences_KD = rows_KD if minus_KD is None else rows_KD - minus_KD
     if rows_KD.device.type != "cpu" or not bool(weights_K.all()):
@@ -140,7 +145,7 @@ def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, wei
 
 def takes_blocks(rows_mLD: Tensor, minus_mLD: Tensor) -> bool:
     """Whether `balance_blocks` is the way for these rows: longer ones are better read in few passes."""
-    return rows_mLD.shape[2] < LONG_ON_GPU and takes_triton(rows_mLD, minus_mLD)
+    return rows_mLD.numel() > 0 and rows_mLD.shape[2] < LONG_ON_GPU and _takes_triton(rows_mLD, minus_mLD)
 
 
 def balance_blocks(rows_mLD: Tensor, minus_mLD: Tensor, running_sum_D: Tensor, rule: Rule) -> Tensor:
@@ -150,13 +155,15 @@ def balance_blocks(rows_mLD: Tensor, minus_mLD: Tensor, running_sum_D: Tensor, r
     """
     from cdgrab.accel import triton_blocks as kernels
 
-    limits_N = thresholds(rows_mLD, minus_mLD, rule)
-    return kernels.balance_blocks(kernels.Rows.of(rows_mLD), kernels.Rows.of(minus_mLD), running_sum_D, limits_N)
+    limits_N = _thresholds(rows_mLD, minus_mLD, rule)
+    with _current(rows_mLD):
+        return kernels.balance_blocks(kernels.Rows.of(rows_mLD), kernels.Rows.of(minus_mLD), running_sum_D, limits_N)
 
 
-def thresholds(rows_mLD: Tensor, minus_mLD: Tensor, rule: Rule) -> Tensor:
+def _thresholds(rows_mLD: Tensor, minus_mLD: Tensor, rule: Rule) -> Tensor:
     """Of the rows `rows - minus`, where they are."""
-    thresholds_N = rule.thresholds(
+    thresholds_N = thresholds_of(
+        rule,
         rows_mLD.shape[0] * rows_mLD.shape[1],
         lambda: _finite((rows_mLD - minus_mLD).square().sum(-1).flatten().double().cpu().numpy()),
     )
@@ -199,13 +206,18 @@ def _finite(lengths_K: FloatArray) -> FloatArray:
 def _on_device(thresholds_K: FloatArray, device: torch.device) -> Tensor:
     if thresholds_K.any():
         return torch.from_numpy(thresholds_K).to(device)
-    return zeros(len(thresholds_K), device)
+    return _zeros(len(thresholds_K), device)
 
 
 @functools.lru_cache(maxsize=128)
-def zeros(count: int, device: torch.device) -> Tensor:
+def _zeros(count: int, device: torch.device) -> Tensor:
     """Thresholds of the greedy rule."""
     return torch.zeros(count, dtype=torch.float64, device=device)
+
+
+def _current(rows: Tensor) -> AbstractContextManager[Any]:
+    """Where kernels run on the device of the rows: Triton launches them on the current one."""
+    return torch.cuda.device(rows.device)
 
 
 @functools.cache
@@ -218,17 +230,13 @@ def _has_triton() -> bool:
     return (int(major), int(minor)) >= (3, 3)
 
 
-def has_kernels(*tensors: Tensor) -> bool:
-    """Whether there are kernels for what these tensors hold, laid out in any way."""
-    return all(t.is_cuda and t.dtype == torch.float32 for t in tensors) and _has_triton()
-
-
-def takes_triton(*tensors: Tensor) -> bool:
+def _takes_triton(*tensors: Tensor) -> bool:
     """Whether kernels can take these tensors as they lie."""
-    return all(t.stride(-1) == 1 for t in tensors) and has_kernels(*tensors)
+    fitting = all(t.is_cuda and t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors)
+    return fitting and _has_triton()
 
 
 def _triton(rows_KD: Tensor, minus_KD: Tensor | None) -> bool:
     """Whether the kernels for tables can take these rows."""
     tensors = [rows_KD] if minus_KD is None else [rows_KD, minus_KD]
-    return rows_KD.shape[0] <= 64 and rows_KD.shape[1] > 0 and takes_triton(*tensors)
+    return rows_KD.shape[0] <= 64 and rows_KD.shape[1] > 0 and _takes_triton(*tensors)
