@@ -1,6 +1,5 @@
 """Gradient-balanced data ordering for PyTorch: GraB and CD-GraB as a drop-in sampler."""
 
-from cdgrab import factors, sources
 from cdgrab.balancing.rules import RULES, Greedy, Halving, Walk
 from cdgrab.data import Indexed
 from cdgrab.functional import balance_rounds, balance_vectors
@@ -13,6 +12,8 @@ from cdgrab.per_example.layers.base import LayerAdapter
 from cdgrab.sampler import OrderedSampler
 from cdgrab.sources.flat import flat_grad, set_flat_grad
 from cdgrab.world import World
+
+from . import factors, sources
 
 __version__ = "0.1.0"
 

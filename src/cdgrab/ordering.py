@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from cdgrab import state as checkpoint
 from cdgrab.arguments import whole_number
 from cdgrab.balancing.rules import RuleMaker
 from cdgrab.epochs import Epochs
@@ -23,6 +22,7 @@ from cdgrab.per_example.sketch import DEFAULT_LENGTH
 from cdgrab.sampler import OrderedSampler
 from cdgrab.settings import Settings
 from cdgrab.sources import Attachment, GradientSource, find_source
+from cdgrab.state import VERSION, pack, unpack
 from cdgrab.world import Group, World
 
 log = logging.getLogger("cdgrab")
@@ -261,18 +261,16 @@ class Ordering:
         """Everything needed to go on exactly here, at any step: plain numbers, strings and tensors, all copied."""
         epochs = self._settled()
         return {
-            "version": checkpoint.VERSION,
+            "version": VERSION,
             "config": self._config,
             "epoch": epochs.epoch,
-            "payload": checkpoint.pack(epochs.state_dict()),
+            "payload": pack(epochs.state_dict()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. A state that does not fit is refused and changes nothing."""
         epochs = self._settled()
-        payload = checkpoint.unpack(
-            state, self._config, epochs.lanes, form=epochs.intake.form, remembers=self._settings.remembers
-        )
+        payload = unpack(state, self._config, epochs.lanes, form=epochs.intake.form, remembers=self._settings.remembers)
         epochs.load_state_dict(state["epoch"], payload)
 
     def _settled(self) -> Epochs:

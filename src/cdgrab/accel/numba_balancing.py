@@ -40,17 +40,6 @@ def lengths(rows_KD: Array, minus_KD: Array | None = None) -> FloatArray:
     return np.where(np.isfinite(lengths_K), lengths_K, 0.0)
 
 
-def row_signs(rows_KD: Array, running_sum_D: Array, thresholds_K: FloatArray) -> FloatArray:
-    """Decide the signs of `K` rows and add the signed rows to `running_sum_D`, in place. All arrays are contiguous.
-
-    Returns:
-        `4 x K`, as `tables.decide` does.
-    """
-    decided_4K = np.zeros((4, len(rows_KD)))
-    _block_kernel()(rows_KD, running_sum_D, thresholds_K, decided_4K)
-    return decided_4K
-
-
 def visit_signs(
     rows_pLD: torch.Tensor,
     minus_pLD: torch.Tensor,
@@ -58,10 +47,13 @@ def visit_signs(
     running_sum_D: Array,
     thresholds_K: FloatArray,
 ) -> FloatArray:
-    """As `row_signs`, for the rows `rows - minus` visit by visit, wherever they lie: nothing is copied.
+    """Decide the signs of the rows `rows - minus`, visit by visit, and add them to the running sum, in place.
 
-    Rows that are long enough for it occupy as many cores as PyTorch is set to use. `scratch_2D`, which must hold
-    finite numbers, is overwritten with such.
+    Rows are read wherever they lie. Those that are long enough for it occupy as many cores as PyTorch is set to use.
+    `scratch_2D`, which must hold finite numbers, is overwritten with such.
+
+    Returns:
+        `4 x (p * L)`, as `tables.decide` does.
     """
     visits, lanes, dim = rows_pLD.shape
     decided_4K = np.zeros((4, visits * lanes))
@@ -84,28 +76,6 @@ def _laid_out(rows_pLD: torch.Tensor) -> tuple[Array, int, int]:
 # Sums may be reordered (that is what makes them fast), but NaN must stay NaN: hence not all of numba's `fastmath`.
 # Infinite or NaN is asked as `not x < inf`, because isfinite() is written as x - x, which reordering folds away.
 REORDER = {"reassoc", "contract", "nsz", "arcp"}
-
-
-@functools.cache
-def _block_kernel() -> Callable[..., None]:
-    import numba
-
-    @numba.njit(nogil=True, fastmath=REORDER)
-    def kernel(rows, running_sum, thresholds, decided):  # type: ignore[no-untyped-def]
-        for k in range(rows.shape[0]):
-            s = b2 = running_sum.dtype.type(0)
-            for i in range(rows.shape[1]):
-                s += running_sum[i] * rows[k, i]
-                b2 += rows[k, i] * rows[k, i]
-            decided[0, k] = 1.0
-            if not b2 < np.inf:
-                continue
-            sign = running_sum.dtype.type(1 if s <= thresholds[k] else -1)
-            for i in range(rows.shape[1]):
-                running_sum[i] += sign * rows[k, i]
-            decided[0, k], decided[1, k], decided[2, k], decided[3, k] = sign, sign, s, b2
-
-    return kernel
 
 
 @functools.cache

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from cdgrab.accel import numba_convolution
 from cdgrab.factors import Factors, Rows
 from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors
 from cdgrab.per_example.layers.unknown import OneByOne
@@ -80,8 +79,6 @@ class Convolved:
 
     def rows(self) -> Tensor:
         geometry = self.geometry
-        if math.prod(geometry.kernel) > 1 and numba_convolution.takes(self.x, self.grad, geometry.stride):
-            return numba_convolution.rows(self.x, self.grad, geometry.kernel, geometry.dilation, geometry.padding)
         numbers = self.x.shape[1] * math.prod(geometry.kernel) * math.prod(geometry.outputs)
         some = max(1, _MOST_PATCHES.get(self.x.device.type, 1 << 19) // numbers)
         parts = zip(self.x.split(some), self.grad.split(some), strict=True)
