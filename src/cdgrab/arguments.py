@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from cdgrab.world import World
 
@@ -18,6 +20,13 @@ def length_of(dataset: Any) -> int:
         raise ValueError(
             f"{type(dataset).__name__} is an iterable-style dataset, whose order is its own; an ordering needs a "
             "map-style dataset, with __getitem__ and __len__"
+        )
+    if isinstance(dataset, DataLoader):
+        raise ValueError("a DataLoader was passed as the dataset; pass its dataset: Ordering(loader.dataset, ...)")
+    if isinstance(dataset, Mapping):
+        raise ValueError(
+            f"{type(dataset).__name__} has no examples by index, but names: {', '.join(map(repr, list(dataset)[:4]))}; "
+            "pass one of its data sets"
         )
     if isinstance(dataset, Sized):
         length = len(dataset)
@@ -30,6 +39,26 @@ def length_of(dataset: Any) -> int:
     if length < 1:
         raise ValueError(f"the dataset has {length} examples; there is nothing to order")
     return length
+
+
+def as_rows(rows: Any) -> Tensor:
+    """What is observed, as a dense tensor of real numbers; a sequence of rows is stacked."""
+    if isinstance(rows, (list, tuple)) and rows and all(isinstance(row, Tensor) for row in rows):
+        shapes = {tuple(row.shape) for row in rows}
+        if len(shapes) > 1:
+            raise ValueError(f"the rows have different shapes: {', '.join(map(str, sorted(shapes)))}")
+        rows = torch.stack(tuple(rows))
+    try:
+        found = torch.as_tensor(rows)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"observe() was given a {type(rows).__name__}; expected a tensor with a row of numbers for every unit"
+        ) from error
+    if found.layout != torch.strided:
+        raise ValueError(f"rows are sparse ({found.layout}); pass rows.to_dense()")
+    if found.is_meta:
+        raise ValueError("rows are on the device 'meta', where tensors have no values")
+    return found
 
 
 def whole_number(name: str, value: Any, *, least: int) -> int:

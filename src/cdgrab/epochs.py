@@ -6,6 +6,7 @@ side of it, through `cdgrab.sources.Port`.
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cdgrab.arguments import as_rows
 from cdgrab.balancing.tally import Tally
 from cdgrab.exchange.agreement import check_digest
 from cdgrab.exchange.connection import Connection
@@ -47,6 +49,7 @@ class Epochs:
 
     def __init__(self, settings: Settings, connection: Connection, lanes: Lanes) -> None:
         self.settings, self._connection = settings, connection
+        self._one_at_a_time = threading.Lock()
         self.epoch = 0
         self.meter = Meter()
         self.lanes = lanes
@@ -99,9 +102,10 @@ class Epochs:
         self.intake.start_epoch(self.epoch, self.lanes)
 
     def observe(self, rows: Tensor, units: Tensor | None = None) -> None:
-        with self.meter.timed():
-            self._take(rows, units)
-        self.end_epoch_if_due()
+        with self._one_at_a_time:
+            with self.meter.timed():
+                self._take(rows, units)
+            self.end_epoch_if_due()
 
     def count_step(self) -> CountedStep:
         step = self.progress.next_step(None, self.settings.units_per_batch)
@@ -165,7 +169,7 @@ class Epochs:
         return tallies
 
     def _take(self, rows: Tensor, units: Tensor | None) -> None:
-        rows = torch.as_tensor(rows)
+        rows = as_rows(rows)
         rows_ND = self.intake.checked(rows)
         steps = len(rows) if rows.ndim == 3 else 1
         if units is None:
@@ -178,6 +182,10 @@ class Epochs:
             step = self.progress.named_step(len(rows_ND), examples)
         # All checks are done; from here on the step is recorded.
         self.progress.record(self.intake.take(rows_ND, step, self.lanes))
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self._connection.close()
 
     # State
 

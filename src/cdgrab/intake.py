@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from cdgrab.balancing.sorter import Sorter, make_sorter
 from cdgrab.exchange import Exchange
+from cdgrab.exchange.agreement import check_same
 from cdgrab.lanes import Lanes, generator
 from cdgrab.progress import Step
 from cdgrab.settings import Settings
@@ -90,6 +91,9 @@ class Intake:
     def take(self, rows_nD: Tensor, step: Step, lanes: Lanes) -> Step:
         """Take the checked rows of a step, and return it with as many visits as on the other ranks."""
         settings = self._settings
+        if self._dim is None and settings.coordinated and settings.ranks_meet:
+            shape = {"the number of columns": rows_nD.shape[1], "the type": str(rows_nD.dtype)}
+            check_same("the rows", shape, self._exchange.group)
         self._settle_on(rows_nD.device)
         self._dim, self._dtype = rows_nD.shape[1], rows_nD.dtype
         if self.sorter is None:

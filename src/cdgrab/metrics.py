@@ -18,7 +18,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.figures: dict[str, float] = {}
+        self.figures = summarise(-1, [], unobserved=0, seconds=0.0, bytes_sent=0)
         self._bytes_before = 0
 
     @contextmanager
@@ -32,7 +32,13 @@ class Meter:
         """Keep the figures of `epoch`, which has ended; `bytes_sent` counts from the very first."""
         sent, self._bytes_before = bytes_sent - self._bytes_before, bytes_sent
         self.figures = summarise(epoch, tallies, unobserved=unobserved, seconds=self.seconds, bytes_sent=sent)
-        left_out = self.figures["nonfinite"]
+        rows, left_out = self.figures["rows"], self.figures["nonfinite"]
+        if rows > left_out and all(tally.sum_lengths == 0 for tally in tallies):
+            log.warning(
+                "epoch %d: the squared length of every gradient, or difference of two, is zero, so nothing was "
+                "balanced; if gradients are not zero but small (below 1e-19 in single precision), scale the loss up",
+                epoch,
+            )
         if left_out:
             log.warning(
                 "epoch %d: %d gradients or pairs of them were not finite; they were left out and their units kept "

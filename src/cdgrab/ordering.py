@@ -98,7 +98,16 @@ class Ordering:
         self._config = settings.config(lanes_dealt)
         settings.check_ranks(self._config, exchange)
         self._epochs = Epochs(settings, Connection(settings, exchange), lanes_dealt)
-        self.sampler = OrderedSampler(self, range(settings.num_examples))
+        if lanes_dealt.num_units < 2 * lanes_dealt.num_local:
+            log.warning(
+                "there is nothing to order: %d examples make %d units of %d for %d lanes of this process, and a lane "
+                "needs two; use a smaller unit_size or batch_size",
+                settings.num_examples,
+                lanes_dealt.num_units,
+                settings.unit_size,
+                lanes_dealt.num_local,
+            )
+        self.sampler = OrderedSampler(self, settings, range(settings.num_examples))
 
     # What was asked for
 
@@ -181,7 +190,8 @@ class Ordering:
             rows: One row per unit, `units x dim`, or a single row. Any device, any floating type; nothing is kept by
                 reference. A call takes the rows of a whole batch, as the loader delivers it. Several whole batches may
                 come at once, `steps x units x dim`: signs are not due before the epoch ends, and short rows are
-                balanced faster together. The scale of rows does not matter as long as it is the same for all of them.
+                balanced faster together. The scale of rows does not matter as long as it is the same for all of them,
+                and their squared lengths are numbers of their type (in single precision from 1e-38 to 1e38).
             units: The dataset indices behind the rows, `unit_size` for each, if batches may arrive out of order.
                 Without them the rows are those of the next units of the order. Name them always or never.
         """
@@ -208,6 +218,7 @@ class Ordering:
         """
         if self._attachment is not None:
             raise ValueError("the ordering is attached to a model already; call detach() first")
+        self._settings.check_world_is_the_same()
         self._attachment = find_source(source, options).attach(self._epochs, model)
 
     def explain(self, model: nn.Module, *inputs: Any, length: int = DEFAULT_LENGTH) -> str:
@@ -228,6 +239,15 @@ class Ordering:
         self._attachment.detach()
         self._attachment = None
 
+    def close(self) -> None:
+        """Detach the model, and give back the process group that ordering made for itself.
+
+        Nobody has to call this: a process may end, or destroy its groups, without it. All ranks should, or none.
+        """
+        if self._attachment is not None:
+            self.detach()
+        self._epochs.close()
+
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` with what has been observed so far. Does nothing if `epoch` is the current one."""
         epoch = whole_number("epoch", epoch, least=0)
@@ -244,7 +264,7 @@ class Ordering:
         epochs.next_epoch(epoch)
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last finished epoch, ready for a logger; empty before there is one.
+        """Figures of the last finished epoch, ready for a logger. Before there is one, `epoch` is -1.
 
         `imbalance` is the longest running sum of the epoch over `sqrt(sum ||row||^2)`: random signs give about 1, good
         balancing far less. It is that of whole gradients, also where sketches decide. `flipped` is the share of rows

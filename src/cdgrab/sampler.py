@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, DistributedSampler
 
+from cdgrab.settings import Settings
+
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
 
@@ -27,16 +29,17 @@ class OrderedSampler(DistributedSampler[Any]):
     observes nothing (evaluation, a look at one batch) leaves no trace. To begin the next epoch early, call `set_epoch`.
     """
 
-    def __init__(self, ordering: Ordering, dataset: Dataset[Any] | range) -> None:
+    def __init__(self, ordering: Ordering, settings: Settings, dataset: Dataset[Any] | range) -> None:
         world = ordering.world
         # The type of `dataset` is widened: only its length is ever asked for.
-        self._ordering = ordering
+        self._ordering, self._settings = ordering, settings
         super().__init__(dataset, world.size, world.rank, seed=ordering.seed, drop_last=ordering.drop_last)  # type: ignore[arg-type]
         self._stood_at: list[tuple[int, int]] = []
         self.num_samples = ordering.examples_per_epoch
         self.total_size = self.num_samples * world.size
 
     def __iter__(self) -> Iterator[int]:
+        self._settings.check_world_is_the_same()
         self._notice_a_standstill()
         left = self._ordering.remaining()
         # A piece at a time: a list of all of them would take several times the memory of the indices.

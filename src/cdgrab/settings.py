@@ -44,6 +44,7 @@ class Settings:
     rule: str
     make_rule: RuleMaker
     world: World
+    world_is_detected: bool
     seed: int
     drop_last: bool
     block: int | None
@@ -69,6 +70,7 @@ class Settings:
         num_examples = length_of(dataset)
         seed = whole_number("seed", seed, least=0)
         ranks = process_group(group)
+        detected = world is None
         world = world or World.detect(ranks)
         batch_size = whole_number("batch_size", batch_size, least=1)
         spec = find_order(order)
@@ -83,6 +85,7 @@ class Settings:
             rule=rule if isinstance(rule, str) else "custom",
             make_rule=find_rule(rule),
             world=world,
+            world_is_detected=detected,
             seed=seed,
             drop_last=drop_last,
             block=None if block is None else whole_number("block", block, least=1),
@@ -167,6 +170,16 @@ class Settings:
         if self.ranks_meet:
             same = {key: value for key, value in config.items() if key != "rank"}
             check_same("the ordering", {**same, "exchange": "custom" if callable(exchange) else exchange}, self.group)
+
+    def check_world_is_the_same(self) -> None:
+        """Refuse to go on if there are other ranks now than when the ordering was made."""
+        if self.world_is_detected and dist.is_available() and dist.is_initialized():
+            found = World.detect(self.group)
+            if found != self.world:
+                raise ValueError(
+                    f"the ordering was made for a world of {self.world.size}, and torch.distributed has {found.size} "
+                    "ranks now; make the ordering after init_process_group(), on every rank"
+                )
 
     def _check_world(self) -> None:
         if self.ranks_meet:

@@ -40,6 +40,10 @@ def unpack(
         form: In which gradients come, in words.
         remembers: What goes on from one epoch to the next, in words, if something does.
     """
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"the state of an ordering is the dict that state_dict() returned; found a {type(state).__name__}"
+        )
     missing = {"version", "config", "epoch", "payload"} - state.keys()
     if missing:
         raise ValueError(f"this is not the state of an ordering: {', '.join(sorted(missing))} missing")

@@ -8,6 +8,7 @@ Shapes: `m` visits, `p` balancing rows of each lane, `L` lanes, `D` dimensions; 
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -263,7 +264,8 @@ class HerdingSorter:
 
     def tallies(self) -> list[Tally]:
         rows = sum(len(rows) for rows in self._rows)
-        return [Tally(rows=rows, nonfinite=rows - sum(len(herded) for herded in self._herded))]
+        nonfinite = rows - sum(len(herded) for herded in self._herded)
+        return [Tally(rows=rows, nonfinite=nonfinite, sum_lengths=math.nan)]  # there is no running sum
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": [torch.stack(rows).clone() if rows else torch.zeros(0, 0) for rows in self._rows]}

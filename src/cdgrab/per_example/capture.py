@@ -89,7 +89,7 @@ class ExampleCapture:
         self._model_passes = ModelPasses(model)
         self._pass = BackwardPass()
         self._num = 0  # of examples in it
-        self._running_again = False
+        self._paused = False  # whether hooks ignore what runs
         self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
         for layer in layers:
             after = self._after_deferred if layer.adapter.runs_again else self._after_forward
@@ -104,15 +104,18 @@ class ExampleCapture:
             handle.remove()
         self._factors.stop()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_a_copy, ()  # hooks are copied and saved with the model, which is watched once
+
     # In the forward pass
 
     def _before_forward(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and not self._running_again and not within_transform():
+        if torch.is_grad_enabled() and not self._paused and not within_transform():
             self._model_passes.forward()
 
     def _after_forward(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
         """Keep the input of a layer that needs its input and output gradient only."""
-        if self._running_again or within_transform():
+        if self._paused or within_transform():
             return
         x = args[0] if args else next(iter(kwargs.values()), None)
         if not (isinstance(x, Tensor) and isinstance(output, Tensor)):
@@ -128,7 +131,7 @@ class ExampleCapture:
     def _after_deferred(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Keep what a layer was called with that runs once more at the end of the backward pass."""
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if self._running_again or within_transform() or not any(leaf.requires_grad for leaf in outputs):
+        if self._paused or within_transform() or not any(leaf.requires_grad for leaf in outputs):
             return
         layer.adapter.check(layer.name, module)
         layer.adapter.check_call(args, kwargs)
@@ -181,10 +184,17 @@ class ExampleCapture:
             self._port.observe(rows)
 
     def _run_again(self, calls: list[DeferredCall]) -> None:
-        self._running_again = True  # hooks must not take it for another forward pass
+        self._paused = True  # hooks must not take it for another forward pass
         try:
             for call in calls:
                 self._add(call.layer, call.factors(self._num))
                 call.finish()
         finally:
-            self._running_again = False
+            self._paused = False
+
+
+def _of_a_copy() -> ExampleCapture:
+    """What the hooks of a copy of a watched model belong to: it does nothing."""
+    capture = ExampleCapture.__new__(ExampleCapture)
+    capture._paused = True
+    return capture

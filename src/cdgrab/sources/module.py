@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +25,7 @@ class ModuleAttachment:
         self._passes_per_unit = passes_per_unit
         self._passes = 0
         self._task: int | None = None  # the backward pass that has been queued
+        self._last = -1  # the one that ended last; they are numbered as they begin
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:
             raise ValueError("the model has no trainable parameter; there is no gradient to order by")
@@ -39,10 +42,15 @@ class ModuleAttachment:
         task = current_pass()
         if task != self._task:  # another than one that may have broken off
             self._task = task
-            at_end_of_pass(self._on_end_of_backward)
+            at_end_of_pass(partial(self._on_end_of_backward, task))
 
-    def _on_end_of_backward(self) -> None:
-        self._task = None
+    def _on_end_of_backward(self, task: int) -> None:
+        if task < self._last:
+            raise ValueError(
+                "a backward pass took place within another one, and each would count as a batch; with activation "
+                "checkpointing use use_reentrant=False"
+            )
+        self._task, self._last = None, task
         self._passes += 1
         if self._passes == self._passes_per_unit:
             self._passes = 0
