@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
 from cdgrab import ORDERS, RULES
-from cdgrab.per_example.sketch import checked_length
+from cdgrab.sources import SketchSource
 from cdgrab_experiments.config import RunConfig
 from cdgrab_experiments.split import check_partition
 from cdgrab_experiments.tasks import find_task
@@ -126,7 +126,7 @@ def _check_numbers(found: dict[str, object], seed: int) -> None:
 def _check_source(source: str) -> None:
     kind, _, length = source.partition(":")
     if kind == "sketch" and length.isdecimal():
-        checked_length(int(length))
+        SketchSource(length=int(length))
     elif source != "exact":
         raise ValueError(f"unknown source {source!r}; choose exact or sketch:LENGTH, as in sketch:512")
 

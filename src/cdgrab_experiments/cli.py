@@ -6,8 +6,10 @@ cannot be (the message says what to do); 130 interrupted (what was done is saved
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +22,6 @@ from rich.table import Table
 
 import cdgrab
 from cdgrab import ORDERS, RULES
-from cdgrab.exchange.collectives import end_threads_before_python
 from cdgrab_experiments import data as data_sets
 from cdgrab_experiments.batch import run_all
 from cdgrab_experiments.choices import Choices, resolve
@@ -261,7 +262,7 @@ def _do(
             place = replace(place, device=f"cuda:{os.environ['LOCAL_RANK']}")
             torch.cuda.set_device(place.device)
         dist.init_process_group("nccl" if place.device.startswith("cuda") else "gloo")
-        end_threads_before_python()
+        atexit.register(time.sleep, 0.1)  # gloo's threads need Python to end
     try:
         writers = [WRITERS[name](place.results) for name in log or [] if _rank() <= 0]
         runs = run_all(todo, place, console, jobs=jobs, writers=writers)

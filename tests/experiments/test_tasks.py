@@ -16,8 +16,8 @@ import cdgrab
 from _asserts import assert_permutation
 from _data import dim, make, needs_transformers
 from _models import Catching
-from cdgrab.accel import numba_balancing as compiled
 from cdgrab.sources import PerExampleSource
+from cdgrab_experiments import compiled
 from cdgrab_experiments.catalogue import CATALOGUE, DataError
 from cdgrab_experiments.tasks import TASKS, find_task
 from cdgrab_experiments.tasks import gpt2 as gpt2_task

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,20 @@ def test_the_library_never_imports_the_experiments() -> None:
     for path in SOURCE.rglob("*.py"):
         if path != SOURCE / "__main__.py":  # the command, which starts them
             assert "cdgrab_experiments" not in path.read_text(), path
+
+
+def test_the_experiments_use_public_names_only() -> None:
+    public = {module.__name__: module.__all__ for module in (cdgrab, cdgrab.sources, cdgrab.factors)}
+    for path in (SOURCE.parent / "cdgrab_experiments").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "cdgrab":
+                assert {alias.name for alias in node.names} <= set(public[node.module]), path
+            elif isinstance(node, ast.Import):
+                assert all(alias.name == "cdgrab" or alias.name.split(".")[0] != "cdgrab" for alias in node.names), path
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert not (node.value.id in ("ordering", "cdgrab") and node.attr.startswith("_")) or (
+                    node.attr == "__version__"
+                ), path
 
 
 def test_everything_public_exists() -> None:

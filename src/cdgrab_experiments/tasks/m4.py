@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cdgrab.accel import numba_balancing as compiled
-from cdgrab_experiments import data
+from cdgrab_experiments import compiled, data
 from cdgrab_experiments.tasks import m4_compiled
 from cdgrab_experiments.tasks.base import Problem, Settings, Task
 from cdgrab_experiments.tasks.tools import device_of, seeded

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cdgrab.accel.numba_balancing import REORDER
+from cdgrab_experiments.compiled import REORDER
 
 STEPS = 6  # written out below, for that is what makes it fast
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 import cdgrab
-from cdgrab.accel import numba_balancing as compiled
+from cdgrab_experiments import compiled
 from cdgrab_experiments.theory.verdicts import Verdict
 
 COLOURS = {"holds": "green", "inside": "green", "steeper": "green", "outside": "yellow", "FAILS": "bold red"}
