@@ -123,7 +123,7 @@ def held_numbers(owner: Any, dim: int) -> float:
         return owner.numbers / dim
     sorter = owner._epochs.intake.sorter
     if isinstance(sorter, ShardedPairs):
-        parts = [part for piece in sorter.pieces.values() for part in (piece.rows_Lc, piece.running_sum_c)]
+        parts = [part for stored in sorter.store.values() for part in (stored.rows_Lc, stored.running_sum_c)]
     else:
         centring, balancer = sorter._centring, sorter._balancers[0]
         parts = [centring._held_LD, balancer.running_sum, balancer.scratch, sorter._waiting_VLD]

@@ -1,6 +1,6 @@
 """Gradient-balanced data ordering for PyTorch: GraB and CD-GraB as a drop-in sampler."""
 
-from cdgrab.balancing.rules import RULES, Greedy, Halving, Walk
+from cdgrab.balancing.rules import RULES, Greedy, Halving, Rule, RuleMaker, Walk
 from cdgrab.data import Indexed
 from cdgrab.functional import balance_rounds, balance_vectors
 from cdgrab.ordering import Ordering
@@ -13,7 +13,7 @@ from cdgrab.sampler import OrderedSampler
 from cdgrab.sources.flat import flat_grad, set_flat_grad
 from cdgrab.world import World
 
-from . import factors, sources
+from . import exchange, factors, sources
 
 __version__ = "0.1.0"
 
@@ -26,11 +26,14 @@ __all__ = [
     "LayerAdapter",
     "OrderedSampler",
     "Ordering",
+    "Rule",
+    "RuleMaker",
     "Walk",
     "World",
     "__version__",
     "balance_rounds",
     "balance_vectors",
+    "exchange",
     "factors",
     "flat_grad",
     "herding_bound",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cdgrab")
 
-_PIECE = 1 << 16
+_AT_A_TIME = 1 << 16
 
 
 class OrderedSampler(DistributedSampler[Any]):
@@ -42,9 +42,9 @@ class OrderedSampler(DistributedSampler[Any]):
         self._settings.check_world_is_the_same()
         self._notice_a_standstill()
         left = self._ordering.remaining()
-        # A piece at a time: a list of all of them would take several times the memory of the indices.
-        pieces = (left[start : start + _PIECE].tolist() for start in range(0, len(left), _PIECE))
-        return itertools.chain.from_iterable(pieces)
+        # Some at a time: a list of all of them would take several times the memory of the indices.
+        parts = (left[start : start + _AT_A_TIME].tolist() for start in range(0, len(left), _AT_A_TIME))
+        return itertools.chain.from_iterable(parts)
 
     def __len__(self) -> int:
         """Examples of a whole epoch: `len(loader)` must not change under a loop that asks for it."""

@@ -14,7 +14,7 @@ VERSION = 5
 
 
 def pack(payload: dict[str, Any]) -> bytes:
-    """One piece of bytes, whatever the sizes of the tensors in it.
+    """One bytes object, whatever the sizes of the tensors in it.
 
     `torch.distributed.checkpoint` loads into tensors of the right shape only, and those of a fresh ordering are empty.
     """

@@ -198,7 +198,7 @@ def half_precision() -> list[list[int]]:
     ordering = Ordering(LENGTH, batch_size=BATCH)
     ordering.attach(model)
     orders = train(ordering, model, epochs=2)
-    assert all(piece.rows_Lc.dtype == torch.float32 for piece in ordering._epochs.intake.sorter.pieces.values())  # type: ignore[union-attr]
+    assert all(stored.rows_Lc.dtype == torch.float32 for stored in ordering._epochs.intake.sorter.store.values())  # type: ignore[union-attr]
     return orders
 
 

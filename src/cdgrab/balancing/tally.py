@@ -18,7 +18,7 @@ from cdgrab.balancing.rules import FloatArray
 from cdgrab.orders.fill import SignArray
 
 WITNESS_SHARE = 8  # one in so many numbers of a sketch is a witness
-_MANY = 1024  # pieces that are joined, so that an epoch does not leave thousands of tiny ones
+_MANY = 1024  # arrays that are joined, so that an epoch does not leave thousands of tiny ones
 
 
 @dataclass

@@ -61,8 +61,8 @@ class Sharded(Gather):
 
 
 @dataclass
-class Piece:
-    """What is stored of some coordinates: first rows until the second ones have come, then differences of pairs."""
+class StoredSlices:
+    """What is kept of a bucket: slices of the first rows until the second ones have come, then differences of pairs."""
 
     rows_Lc: Tensor
     running_sum_c: Tensor
@@ -82,7 +82,7 @@ class SlicedPairs:
     work: dist.Work | None
     active_L: BoolArray
 
-    def table(self, running_sum: Collection[Piece]) -> Tensor:  # noqa: ARG002, it is in there
+    def table(self, running_sum: Collection[StoredSlices]) -> Tensor:  # noqa: ARG002, it is in there
         if self.work is not None:
             self.work.wait()
         if self.active_L.all():
@@ -90,24 +90,24 @@ class SlicedPairs:
         index = np.flatnonzero(self.active_L)
         return self.summed[index][:, [*index, len(self.active_L)]]
 
-    def add_to(self, running_sum: Collection[Piece], weights_K: Tensor) -> None:
+    def add_to(self, running_sum: Collection[StoredSlices], weights_K: Tensor) -> None:
         weights_L = weights_K
         if not self.active_L.all():
             weights_L = weights_K.new_zeros(len(self.active_L))
             weights_L[np.flatnonzero(self.active_L)] = weights_K
-        for piece in running_sum:
-            advance(piece.running_sum_c, piece.rows_Lc, None, weights_L)
+        for stored in running_sum:
+            advance(stored.running_sum_c, stored.rows_Lc, None, weights_L)
 
 
 class ShardedPairs:
     """PairBalance on slices: a sorter that never holds a whole row.
 
-    Slices come in named pieces, so that a bucket or a wrapped module can be handed over as soon as it is there. For the
-    first of a pair a piece is written straight into the store; for the second it is subtracted from it. Memory: one
-    visit's slices, and this rank's slice of the running sum, `dim / W`.
+    Slices come bucket by bucket, each handed over as soon as it is there: a bucket of DDP, a wrapped module of FSDP, or
+    a whole row. Those of the first of a pair are written straight into the store, those of the second are subtracted
+    from it. Memory: one visit's slices, and this rank's slice of the running sum, `dim / W`.
 
     Attributes:
-        pieces: What is stored, by name.
+        store: What is kept of every bucket, by its name.
         decisions: The signs so far.
     """
 
@@ -116,9 +116,9 @@ class ShardedPairs:
         self._num_lanes = num_lanes
         self._rule = rule
         self._tally = Tally()
-        self.pieces: dict[Any, Piece] = {}
+        self.store: dict[Any, StoredSlices] = {}
         self._first_L: BoolArray | None = None  # lanes that had a unit in the first of a pair; None before it is over
-        self._tables: list[Tensor] = []  # of the pieces that have come
+        self._tables: list[Tensor] = []  # of the buckets that have come
         self._pending: SlicedPairs | None = None
         self.decisions = Decisions(num_lanes, paired=True)
 
@@ -129,27 +129,27 @@ class ShardedPairs:
     # Rows
 
     def room(self, name: Any, width: int, like: Tensor) -> Tensor | None:
-        """For the first of a pair: where the slices of a piece are to be written. None for the second."""
+        """For the first of a pair: where the slices of a bucket are to be written. None for the second."""
         if self._first_L is not None:
             return None
         self.resolve()  # the store still holds the differences of the pair before
-        if name not in self.pieces:
+        if name not in self.store:
             dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
             empty_Lc = torch.zeros(self._num_lanes, width, dtype=dtype, device=like.device)
-            self.pieces[name] = Piece(empty_Lc, torch.zeros_like(empty_Lc[0]))
-        return self.pieces[name].rows_Lc
+            self.store[name] = StoredSlices(empty_Lc, torch.zeros_like(empty_Lc[0]))
+        return self.store[name].rows_Lc
 
     def put(self, name: Any, slices_Lc: Tensor) -> None:
-        """Take a piece of this visit. Slices that are already in the room given for them are not copied."""
+        """Take the slices of a bucket. Slices that are already in the room given for them are not copied."""
         room = self.room(name, slices_Lc.shape[1], slices_Lc)
         if room is None:
-            piece = self.pieces[name]
-            self._tables.append(difference_table(piece.rows_Lc, slices_Lc, piece.running_sum_c))
+            stored = self.store[name]
+            self._tables.append(difference_table(stored.rows_Lc, slices_Lc, stored.running_sum_c))
         elif room.data_ptr() != slices_Lc.data_ptr():
             room.copy_(slices_Lc)
 
     def end_visit(self, counts_L: BoolArray) -> None:
-        """All pieces of this visit have come; `counts_L` says which lanes had a unit."""
+        """All buckets of this visit have come; `counts_L` says which lanes had a unit."""
         if self._first_L is None:
             self._first_L = counts_L
             return
@@ -167,18 +167,18 @@ class ShardedPairs:
         """Decide the signs of the last pair, as soon as the store is needed for the next one."""
         pairs, self._pending = self._pending, None
         if pairs is not None:
-            decided_4K = balance(pairs, self.pieces.values(), self._rule, self._tally)
+            decided_4K = balance(pairs, self.store.values(), self._rule, self._tally)
             self.decisions.append(decided_4K[0], pairs.active_L[None])
 
     def lift(self) -> Tensor:
-        """`(L + 1) x c`: all that is stored, piece after piece, running sums last. The store is empty then."""
+        """`(L + 1) x c`: all that is stored, bucket after bucket, running sums last. The store is empty then."""
         self.resolve()
-        pieces, self.pieces = self.pieces, {}
-        return torch.cat([torch.cat([one.rows_Lc, one.running_sum_c[None]]) for one in pieces.values()], dim=1)
+        store, self.store = self.store, {}
+        return torch.cat([torch.cat([one.rows_Lc, one.running_sum_c[None]]) for one in store.values()], dim=1)
 
     def lay_down(self, parts: Mapping[Any, Tensor]) -> None:
-        """Store columns again, by the new names of pieces."""
-        self.pieces = {name: Piece(part[:-1].clone(), part[-1].clone()) for name, part in parts.items()}
+        """Store columns again, by the names of new buckets."""
+        self.store = {name: StoredSlices(part[:-1].clone(), part[-1].clone()) for name, part in parts.items()}
 
     # Sorter
 
@@ -186,12 +186,12 @@ class ShardedPairs:
         self._pending, self._first_L, self._tables = None, None, []
         self.decisions = Decisions(self._num_lanes, paired=True)
         self._tally = Tally()
-        for piece in self.pieces.values():
-            piece.running_sum_c.zero_()
+        for stored in self.store.values():
+            stored.running_sum_c.zero_()
         self._rule.start_epoch(epoch, int((visited_L // 2).sum()))
 
     def add(self, rows_mLD: Tensor, counts_mL: BoolArray | None = None) -> None:
-        """Visits in one piece; of the rows, slices are given."""
+        """Visits whose rows are one bucket each; slices of them are given."""
         everybody = np.ones(self._num_lanes, dtype=bool)
         for visit, slices_Lc in enumerate(rows_mLD):
             self.put("row", slices_Lc)
@@ -213,11 +213,11 @@ class ShardedPairs:
         return {
             "second": waiting,
             "first": torch.from_numpy(first_L.copy()),
-            # Once a pair is complete and decided on, nothing of it is needed but how wide its pieces are.
+            # Once a pair is complete and decided on, nothing of it is needed but how wide its buckets are.
             "differences": {
-                name: piece.rows_Lc[: self._num_lanes * waiting].clone() for name, piece in self.pieces.items()
+                name: stored.rows_Lc[: self._num_lanes * waiting].clone() for name, stored in self.store.items()
             },
-            "running_sum": {name: piece.running_sum_c.clone() for name, piece in self.pieces.items()},
+            "running_sum": {name: stored.running_sum_c.clone() for name, stored in self.store.items()},
             "decisions": self.decisions.state_dict(),
             "tally": asdict(self._tally.settled()),
             "rule": self._rule.state_dict(),
@@ -227,8 +227,8 @@ class ShardedPairs:
         self._pending, self._tables = None, []
         self._first_L = state["first"].cpu().numpy().copy() if state["second"] else None
         rows = state["differences"]
-        self.pieces = {
-            name: Piece(
+        self.store = {
+            name: StoredSlices(
                 rows[name].clone() if state["second"] else sums.new_zeros(self._num_lanes, len(sums)), sums.clone()
             )
             for name, sums in state["running_sum"].items()

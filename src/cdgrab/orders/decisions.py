@@ -12,7 +12,7 @@ from torch import Tensor
 from cdgrab.lanes import BoolArray
 from cdgrab.orders.fill import SignArray, pair_signs
 
-_MANY = 1024  # pieces that are joined, so that an epoch does not leave thousands of tiny ones
+_MANY = 1024  # arrays that are joined, so that an epoch does not leave thousands of tiny ones
 
 
 class Decisions:

@@ -14,7 +14,7 @@ SignArray = npt.NDArray[np.int8]
 
 
 def next_order(units_VJ: IntArray, signs_VJ: SignArray) -> IntArray:
-    """In each lane, plus keeps its turn, minus goes to the back in reverse, undecided (0) stays in the middle.
+    """In each lane, plus keeps its place, minus goes to the back in reverse, undecided (0) stays in the middle.
 
     The two units of a pair carry opposite signs, so pair `k` of a lane with `U` units fills its places `k` and
     `U - 1 - k`. A unit without a partner, or one that was not visited, is undecided: in the middle it moves least, and

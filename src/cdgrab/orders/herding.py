@@ -31,7 +31,7 @@ def herding_bound(vectors_WUD: Tensor, orders_WU: Tensor | None = None, *, ord: 
 
 
 def greedy_herding(vectors: list[Tensor]) -> list[IntArray]:
-    """Turn by turn, worker by worker, take the unit that brings the sum of centred vectors closest to zero.
+    """Visit by visit, lane by lane, take the unit that brings the sum of centred vectors closest to zero.
 
     `O(U^2 D)` per worker. A vector that is not finite is left out.
 
@@ -48,9 +48,9 @@ def greedy_herding(vectors: list[Tensor]) -> list[IntArray]:
     order: list[list[int]] = [[] for _ in vectors]
     taken = [torch.zeros(len(rows), dtype=torch.bool, device=rows.device) for rows in centred]
     prefix_D = next((torch.zeros_like(rows[0]) for rows in centred if len(rows)), torch.zeros(0))
-    for turn in range(max(map(len, centred), default=0)):
+    for visit in range(max(map(len, centred), default=0)):
         for worker, rows in enumerate(centred):
-            if turn < len(rows):
+            if visit < len(rows):
                 growth = torch.nan_to_num(lengths[worker] + 2 * rows @ prefix_D)
                 best = int(growth.masked_fill(taken[worker], torch.inf).argmin())
                 prefix_D += rows[best]

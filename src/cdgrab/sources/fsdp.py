@@ -1,7 +1,7 @@
 """FSDP2 (`fully_shard`): its reduce-scatter becomes an all-to-all followed by a local sum.
 
 The same bytes leave every rank, the sharded gradient is the same up to rounding, and the rank has seen every rank's
-slice of the parameters it owns. Every wrapped module is a piece of its own.
+slice of the parameters it owns. Every wrapped module is a bucket of its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FsdpAttachment:
         for module, comm in zip(self._modules, self._before, strict=True):
             module.set_custom_reduce_scatter(comm)
 
-    def take(self, piece: int, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    def take(self, bucket: int, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> None:
         """Reduce-scatter `input` into `output`, and hand every rank's slice to the sorter."""
         if input.is_cuda:
             self._stream = torch.cuda.current_stream(input.device)
@@ -61,7 +61,7 @@ class FsdpAttachment:
         sorter = self._port.slices
         if sorter is not None:
             with self._port.timed():
-                sorter.put(piece, slices)
+                sorter.put(bucket, slices)
 
     def _on_end_of_backward(self) -> None:
         self._task = None
@@ -84,9 +84,9 @@ def param_groups(module: FSDPModule) -> list[Any]:
 class _BalancedReduceScatter:
     """FSDP's interface of a reduce-scatter; memory is allocated as the one it replaces does."""
 
-    def __init__(self, attachment: FsdpAttachment, piece: int, before: Any) -> None:
+    def __init__(self, attachment: FsdpAttachment, bucket: int, before: Any) -> None:
         self._attachment = attachment
-        self._piece = piece
+        self._bucket = bucket
         self._before = before
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -97,4 +97,4 @@ class _BalancedReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert not async_op, "fully_shard does not ask for it"
-        self._attachment.take(self._piece, output_tensor, input_tensor, group, op)
+        self._attachment.take(self._bucket, output_tensor, input_tensor, group, op)

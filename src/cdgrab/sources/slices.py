@@ -169,7 +169,7 @@ class _SliceStore:
         """The sorter in use; a new one may have a loaded state, whose buckets may be those of another run."""
         if getattr(self, "sorter", None) is not sorter:
             self.sorter = sorter
-            self._stored = list(sorter.pieces)
+            self._stored = list(sorter.store)
 
     def room(self, numbers: Bucket, width: int, like: Tensor) -> Tensor | None:
         """Where slices like these may be written, if the sorter wants to store them as they are."""
