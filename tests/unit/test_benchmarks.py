@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.sorter import blocked, loop, new_sorter
 from _inputs import randn
 from cdgrab_experiments.choices import Choices
 from cdgrab_experiments.tasks import find_task
+from distributed._ranks import run_ranks
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -35,8 +37,12 @@ def test_exchanges_are_measured() -> None:
     assert memory["sharded"] == 1.5
 
 
+def _steps() -> list[Any]:
+    return list(step.on_a_rank(["small-mlp"], step.KINDS, 1))
+
+
 def test_steps_are_measured() -> None:
-    [(name, count, found)] = ranks.launch(step.on_a_rank, 2, ["small-mlp"], step.KINDS, 1)
+    [(name, count, found)] = run_ranks(2, _steps)[0]
     assert (name, count) == ("small-mlp", 396_210)
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds, _ in found.values())
     assert found["sketch"].sent == 16 * 1024 * 4  # 16 examples with 1,024 numbers each, to one other rank
