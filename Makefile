@@ -18,7 +18,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 unit: $(INSTALLED) browser
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2
 
 # The report is tested in a real browser. Where none can be installed, that test says so and is skipped.
 browser:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,28 @@ settings.load_profile("cdgrab")
 torch.set_num_threads(1)
 
 
+# Tests in these folders share ranks, a browser, or what a program has printed: one process runs all of a folder.
+TOGETHER = {"browser", "distributed", "goldens"}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Side by side (`-n`), whole folders come first, then tests one by one.
+
+    The marker `xdist_group` would do, but has no effect with pytest 9.2 and xdist 3.8:
+    https://github.com/pytest-dev/pytest-xdist/issues/1386
+    """
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    def scope(nodeid: str) -> str:
+        folders = TOGETHER & {*Path(nodeid.split("::")[0]).parts}
+        return folders.pop() if folders else nodeid
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = scope
+    return scheduler
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Side by side (`-n`), tests that start ranks or a browser take turns: each of them is a crowd by itself."""
-    for item in items:
-        if {"distributed", "browser", "docs"} & set(item.path.parts):
-            item.add_marker(pytest.mark.xdist_group("crowds"))
+    """Slow tests come first, so that side by side none of them is left for the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -52,6 +52,7 @@ def test_compare_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (tmp_path / "page" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_several_runs_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["compare", "digits", *QUICK, "--orders", "rr,cd-grab", "--seeds", "1"]
     assert call(capsys, *command, "--results", str(tmp_path / "one"))[0] == 0

@@ -11,6 +11,7 @@ from cdgrab_experiments.compare import compare
 from cdgrab_experiments.records import load_all
 
 
+@pytest.mark.slow
 def test_cd_grab_beats_rr_in_the_regime_of_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--results", str(tmp_path), "--seeds", "2", "--epochs", "10"]) == 0
     runs = load_all(tmp_path)

@@ -253,6 +253,7 @@ class init:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "jobs"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
 def test_interrupted_commands_save_and_say_so(how: signal.Signals, jobs: int, tmp_path: Path) -> None:
     """Only the process that was started gets the signal; those it has started must end with it."""

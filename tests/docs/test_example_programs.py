@@ -45,6 +45,7 @@ def torchrun(name: str, *options: str) -> list[str]:
     return losses(*ranks, str(EXAMPLES / f"{name}.py"), *options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_examples_train_on_two_ranks(name: str) -> None:
     found = torchrun(name)
@@ -52,6 +53,7 @@ def test_examples_train_on_two_ranks(name: str) -> None:
     assert loss_of(found[-1]) < loss_of(found[0]) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "package", "checkpoint"),
     [
