@@ -49,7 +49,7 @@ class Epochs:
 
     def __init__(self, settings: Settings, connection: Connection, lanes: Lanes) -> None:
         self.settings, self._connection = settings, connection
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = _Lock()
         self.epoch = 0
         self.meter = Meter()
         self.lanes = lanes
@@ -209,3 +209,19 @@ class Epochs:
         # Nothing can fail any more.
         self.epoch, self.lanes, self.order_N, self.progress, self.intake = epoch, lanes, order_N, progress, intake
         self.meter.figures, self.meter.seconds = payload["metrics"], payload["seconds"]
+
+
+class _Lock:
+    """A lock that may be copied along with what it guards: the copy is a lock of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Lock, ()
