@@ -126,7 +126,7 @@ def held_numbers(owner: Any, dim: int) -> float:
         parts = [part for stored in sorter.store.values() for part in (stored.rows_Lc, stored.running_sum_c)]
     else:
         centring, balancer = sorter._centring, sorter._balancers[0]
-        parts = [centring._held_LD, balancer.running_sum, balancer.scratch, sorter._waiting_VLD]
+        parts = [centring._buffer_LD, balancer.running_sum, balancer.scratch, sorter._buffer_VLD]
     return sum(part.numel() for part in parts) / dim
 
 

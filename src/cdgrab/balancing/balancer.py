@@ -1,4 +1,4 @@
-"""One running sum, and whatever decides signs against it fastest where the rows are."""
+"""One running sum, and the fastest way to decide signs on the device of the rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Signs = SignArray | Tensor
 
 
 def block_size(rows_KD: Tensor) -> int:
-    """How many rows share a table: their Gram matrix costs `K * dim` operations per row, the table a call or two."""
+    """The number of rows that share a table. A row costs `K * dim` operations in it, a table costs a call or two."""
     if rows_KD.is_cuda:
         dim = rows_KD.shape[1]
         return 64 if dim < tables.LONG_ON_GPU else 8 if dim < tables.HUGE_ON_GPU else 16
@@ -28,21 +28,21 @@ def block_size(rows_KD: Tensor) -> int:
 
 @dataclass
 class Balancer:
-    """One running sum: takes rows in balancing order, gives their signs.
+    """One running sum: takes rows in balancing order, returns their signs.
 
-    A row that is not finite (or so long that its squared length is not) gets the sign `+1`, so that its pair keeps its
-    order, and leaves the running sum as it was.
+    A row is finite if its squared length is. A row that is not finite gets the sign `+1`, so its pair keeps its order;
+    it does not enter the running sum.
     """
 
     rule: Rule
     running_sum: Tensor = field(default_factory=lambda: torch.zeros(0))
     tally: Tally = field(default_factory=Tally)
     scratch: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
-    watched: int = 0  # numbers at the end of a row that are witnesses, and take no part in the decisions
+    watched: int = 0  # the last so many numbers of a row are witnesses
     witness: Witness = field(default_factory=Witness)
 
     def start_epoch(self, epoch: int, num_rows: int) -> None:
-        """Begin at a running sum of zero."""
+        """Reset the running sum to zero."""
         self.running_sum.zero_()
         self.tally, self.witness = Tally(), Witness()
         self.rule.start_epoch(epoch, num_rows)
@@ -50,26 +50,26 @@ class Balancer:
     def balance(self, rows_KD: Tensor) -> Signs:
         """Decide the signs of the next rows (float32 or float64; nothing is kept by reference).
 
-        Signs of rows on a GPU are a tensor of numbers there: asking for their values would make the host wait.
+        For rows on a GPU the signs stay there as a float tensor: copying them would make the host wait.
         """
         if len(rows_KD) == 0:
             return np.empty(0, dtype=np.int8)
-        nothing_KD = rows_KD.new_zeros(rows_KD.shape[1]).expand_as(rows_KD)
-        return self.balance_visits(rows_KD[None], nothing_KD[None])
+        zeros_KD = rows_KD.new_zeros(rows_KD.shape[1]).expand_as(rows_KD)
+        return self.balance_visits(rows_KD[None], zeros_KD[None])
 
     def balance_visits(self, rows_pLD: Tensor, minus_pLD: Tensor) -> Signs:
-        """Decide the signs of the rows `rows - minus` visit by visit, lane by lane: `p * L` of them."""
-        rows, watched_rows = self._split(rows_pLD)
-        minus, watched_minus = self._split(minus_pLD)
+        """Decide the `p * L` signs of the rows `rows - minus`, visit by visit, lane by lane."""
+        rows, rows_witnesses = self._split_witnesses(rows_pLD)
+        minus, minus_witnesses = self._split_witnesses(minus_pLD)
         if self.running_sum.numel() == 0:
             self.running_sum = torch.zeros(rows.shape[-1], dtype=rows.dtype, device=rows.device)
         signs = self._on_cpu(rows, minus) if rows.device.type == "cpu" else self._on_device(rows, minus)
         if self.watched:
-            self.witness.add((watched_rows - watched_minus).flatten(0, 1), signs)
+            self.witness.add((rows_witnesses - minus_witnesses).flatten(0, 1), signs)
         return signs
 
-    def _split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers that decide, and the witnesses."""
+    def _split_witnesses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers that decide signs, and the witnesses."""
         end = rows.shape[-1] - self.watched
         return rows[..., :end], rows[..., end:]
 
@@ -83,7 +83,7 @@ class Balancer:
             visits * lanes,
             lambda: compiled.lengths(rows_pLD.flatten(0, 1).numpy(), minus_pLD.flatten(0, 1).numpy()),
         )
-        if self.scratch.shape[-1] != dim:  # allocating it anew costs more than filling it
+        if self.scratch.shape[-1] != dim:  # kept between calls: allocating it costs more than filling it
             self.scratch = rows_pLD.new_zeros(2, dim)
         decided_4N = compiled.visit_signs(
             rows_pLD, minus_pLD, self.scratch.numpy(), self.running_sum.numpy(), thresholds_N

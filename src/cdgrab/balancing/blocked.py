@@ -6,7 +6,7 @@ Let `d_1 .. d_K` be rows in balancing order and `r` the running sum before them.
     s_k = <r, d_k> + sum over j < k of e_j <d_j, d_k>.
 
 The `K` signs therefore follow from `K` dots with `r` and the `K x K` Gram matrix alone; then `r += e @ rows`, once.
-This is the paper's loop exactly, up to rounding. Whoever can supply the table need not hold the rows.
+This is the paper's loop exactly, up to rounding. The caller needs the table, not the rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from cdgrab.balancing.rules import FloatArray
 
-# Signs of this many rows are decided in plain Python before the rest of the table is brought up to date at once.
+# The loop decides this many signs in plain Python, then updates the remaining inner products in one call.
 _CHUNK = 8
 
 
@@ -28,7 +28,7 @@ def block_signs(gram_KK: FloatArray, dots_K: FloatArray, thresholds_K: FloatArra
         thresholds_K: Row `k` is `+1` if and only if `s_k <= thresholds_K[k]`.
 
     Returns:
-        The signs (`+1.0` or `-1.0`) and the inner products `s_K` they were decided on.
+        The signs (`+1.0` or `-1.0`) and the inner products `s_K` that decided them.
 
     Example:
         >>> rows = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])

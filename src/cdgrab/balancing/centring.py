@@ -1,8 +1,8 @@
-"""What gets balanced: differences of pairs, or gradients minus last epoch's mean.
+"""Makes balancing rows: differences of pairs, or gradients minus last epoch's mean.
 
-A centring takes the rows of all lanes visit by visit and yields *balancing rows* in balancing order: visit by visit,
-within a visit lane by lane. They come as two tensors, to be subtracted by whoever uses them, so that long rows need not
-be copied. What is yielded is to be used before the next is asked for. Whatever a centring keeps, it copies.
+A centring takes the rows of all lanes visit by visit. It yields *balancing rows* in balancing order: visit by visit,
+within a visit lane by lane. Each item is two tensors that the caller subtracts, so that long rows need not be copied.
+Use an item before asking for the next one. A centring copies whatever it keeps.
 
 Shapes: `m` visits, `p` balancing rows of each lane, `L` lanes, `D` dimensions.
 """
@@ -20,7 +20,7 @@ from cdgrab.lanes import BoolArray
 
 
 class Centred(NamedTuple):
-    """Balancing rows `rows - minus`; `lanes_pL` says which of them there are, None: all."""
+    """Balancing rows `rows - minus`; `lanes_pL` says which of them exist, None: all."""
 
     rows_pLD: Tensor
     minus_pLD: Tensor
@@ -28,7 +28,7 @@ class Centred(NamedTuple):
 
 
 class Centring(Protocol):
-    """One way of making balancing rows out of gradients."""
+    """Makes balancing rows out of gradients."""
 
     units_per_row: int
 
@@ -43,54 +43,55 @@ class Centring(Protocol):
 
 
 class PairDifferences:
-    """PairBalance: first of a pair minus second. Whatever the rows have in common cancels; no mean is needed.
+    """PairBalance: first of a pair minus second. What the rows have in common cancels; no mean is needed.
 
-    A pair is two consecutive visits of a lane. If the lane has no unit in one of them, the other stays alone.
+    A pair is two consecutive visits of a lane. If the lane has no unit in one of them, the other has no partner.
     """
 
     units_per_row = 2
 
     def __init__(self, num_lanes: int) -> None:
-        self._held_LD = torch.zeros(num_lanes, 0)
-        self._held_counts_L = np.ones(num_lanes, dtype=bool)
-        self._holding = False
+        self._buffer_LD = torch.zeros(num_lanes, 0)
+        self._buffer_counts_L = np.ones(num_lanes, dtype=bool)
+        self._is_waiting = False
 
     def start_epoch(self) -> None:
-        self._holding = False
+        self._is_waiting = False
 
     def add(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> Iterator[Centred]:
-        start, visits = int(self._holding), len(rows_mLD)
-        if self._holding:
+        start, visits = int(self._is_waiting), len(rows_mLD)
+        if self._is_waiting:
             counts_L = True if counts_mL is None else counts_mL[0]
-            yield Centred(self._held_LD[None], rows_mLD[:1], _or_none(self._held_counts_L[None] & counts_L))
+            yield Centred(self._buffer_LD[None], rows_mLD[:1], _or_none(self._buffer_counts_L[None] & counts_L))
         paired = start + (visits - start) // 2 * 2
         if paired > start:
             both = None if counts_mL is None else counts_mL[start:paired:2] & counts_mL[start + 1 : paired : 2]
             yield Centred(rows_mLD[start:paired:2], rows_mLD[start + 1 : paired : 2], _or_none(both))
-        self._holding = paired < visits
-        if self._holding:
-            if self._held_LD.shape[1] != rows_mLD.shape[2]:
-                self._held_LD = torch.empty_like(rows_mLD[0], memory_format=torch.contiguous_format)
-            self._held_LD.copy_(rows_mLD[paired])
-            self._held_counts_L[:] = True if counts_mL is None else counts_mL[paired]
+        self._is_waiting = paired < visits
+        if self._is_waiting:
+            if self._buffer_LD.shape[1] != rows_mLD.shape[2]:
+                self._buffer_LD = torch.empty_like(rows_mLD[0], memory_format=torch.contiguous_format)
+            self._buffer_LD.copy_(rows_mLD[paired])
+            self._buffer_counts_L[:] = True if counts_mL is None else counts_mL[paired]
 
     def state_dict(self) -> dict[str, Any]:
-        # Only rows that wait for a partner are state; the others are left over from earlier pairs.
-        held = self._held_LD if self._holding else self._held_LD[:0]
-        return {"held": held.clone(), "counts": torch.from_numpy(self._held_counts_L.copy()), "holding": self._holding}
+        # Rows that wait for a partner are state. Otherwise the buffer holds rows of an earlier pair.
+        buffer = self._buffer_LD if self._is_waiting else self._buffer_LD[:0]
+        counts = torch.from_numpy(self._buffer_counts_L.copy())
+        return {"held": buffer.clone(), "counts": counts, "holding": self._is_waiting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        held_LD, self._holding = state["held"], state["holding"]
-        self._held_counts_L = state["counts"].cpu().numpy().copy()
-        num_lanes = len(self._held_counts_L)
-        self._held_LD = held_LD.clone() if self._holding else held_LD.new_zeros(num_lanes, held_LD.shape[1])
+        buffer_LD, self._is_waiting = state["held"], state["holding"]
+        self._buffer_counts_L = state["counts"].cpu().numpy().copy()
+        num_lanes = len(self._buffer_counts_L)
+        self._buffer_LD = buffer_LD.clone() if self._is_waiting else buffer_LD.new_zeros(num_lanes, buffer_LD.shape[1])
 
 
 class MeanCentred:
     """MeanBalance: each row minus its lane's mean row of the epoch before (zero in the first epoch).
 
-    The mean is per lane: a unit only ever changes places with units of its own lane, so what all of them have in common
-    is the lane's mean, not everybody's.
+    The mean is per lane: a unit changes places only with units of its own lane, so they have the lane's mean in common,
+    not that of all lanes.
     """
 
     units_per_row = 1
@@ -113,8 +114,8 @@ class MeanCentred:
             self._total_LD = torch.zeros_like(self._mean_LD)
             self._count_L = rows_mLD.new_zeros(len(self._count_L))
         yield Centred(rows_mLD, self._mean_LD.expand_as(rows_mLD), _or_none(counts_mL))
-        # The total is taken of the rows as they came, not of the centred ones. A row counts if its squared length is
-        # finite, as in the balancer; nothing here waits for a device.
+        # The total sums the rows as they came, not the centred ones. A row counts if its squared length is finite, as
+        # in the balancer. Nothing here waits for a device.
         counts = torch.isfinite(rows_mLD.square().sum(-1))
         if counts_mL is not None:
             counts &= torch.from_numpy(counts_mL).to(counts.device)

@@ -1,4 +1,4 @@
-"""The paper's loops, one vector at a time: slow, obvious, and the judge of everything fast.
+"""The paper's loops, one vector at a time: slow and obvious. Tests compare every fast version with them.
 
 Notation of Cooper et al. (NeurIPS 2023): `g[w, j]` is the gradient of the unit worker `w` visits in turn `j`, `r` the
 running sum, `s` the inner product that decides a sign. W workers, U units each, D dimensions.

@@ -2,7 +2,7 @@
 
 All rules have one shape: the sign of row `k` is `+1` if and only if `s_k <= threshold_k`, where `s_k` is the inner
 product of the row with the running sum. Thresholds depend on the rows' squared lengths and on random draws, never on
-the signs, so they are known for a whole block before its first sign is decided, and one sign loop serves every rule:
+the signs. They are known for a whole block before its first sign is decided, so one sign loop serves every rule:
 
     greedy   threshold 0                                   (Lu et al., NeurIPS 2022)
     walk     c * (1 - 2u), u uniform in [0, 1)             (Alweiss, Liu and Sawhney, STOC 2021)
@@ -25,13 +25,13 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class Rule(Protocol):
-    """What a balancer needs of a rule. Rules are stateful; every balancer has its own copy."""
+    """Gives a balancer the thresholds of its rows. Rules are stateful; every balancer has its own."""
 
     def start_epoch(self, epoch: int, num_rows: int) -> None:
-        """Forget the epoch before. `epoch` counts from 0; `num_rows` is how many rows this one will balance."""
+        """Forget the epoch before. `epoch` counts from 0; `num_rows` is the number of rows this one will balance."""
 
     def thresholds(self, num_rows: int, lengths: Callable[[], FloatArray]) -> FloatArray:
-        """Thresholds of the next `num_rows` rows; `lengths()` gives their squared lengths if they are needed."""
+        """The thresholds of the next `num_rows` rows. Call `lengths()` for their squared lengths only if needed."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -39,10 +39,10 @@ class Rule(Protocol):
 
 
 class Greedy:
-    """`+1` if and only if the running sum does not point the row's way: the paper's rule, and the default."""
+    """`+1` if and only if the row's inner product with the running sum is at most 0: the paper's rule, the default."""
 
     def __init__(self, rng: np.random.Generator | None = None) -> None:
-        """`rng` is accepted so that all rules are made alike; nothing is drawn from it."""
+        """`rng` is there so that all rules are made alike; the rule draws nothing."""
 
     def start_epoch(self, epoch: int, num_rows: int) -> None:
         pass
@@ -63,12 +63,12 @@ class Walk:
     Args:
         rng: Source of the draws.
         c: The walk's constant, in units of a squared gradient length. By default the largest squared length
-            seen so far in the epoch, which makes the rule indifferent to the gradients' scale.
+            so far in the epoch, so that the gradients' scale does not matter.
     """
 
     def __init__(self, rng: np.random.Generator | None = None, c: float | None = None) -> None:
         if c is not None and not c > 0:
-            raise ValueError(f"the walk's constant c is {c}; it must be positive")
+            raise ValueError(f"the walk's constant c is {c}; pass a positive number, or None to adapt it")
         self.c = c
         self._rng = rng or np.random.default_rng(0)
         self._largest = 0.0
@@ -107,7 +107,7 @@ class Halving:
     Args:
         rng: Source of the draws.
         delta: Failure probability over the whole run.
-        epochs: How many epochs the run will take. It enters through the logarithm of a logarithm only.
+        epochs: The number of epochs of the run. It enters only through the logarithm of a logarithm.
     """
 
     def __init__(self, rng: np.random.Generator | None = None, delta: float = 0.5, epochs: int = 100) -> None:
@@ -159,12 +159,12 @@ class Halving:
 
 
 def thresholds_of(rule: Rule, num_rows: int, lengths: Callable[[], FloatArray]) -> FloatArray:
-    """What `rule.thresholds` gives, one for every row; raises `ValueError` if a rule of the user's gives another."""
+    """The thresholds that `rule` gives; raises `ValueError` if they are not one number per row."""
     found = np.asarray(rule.thresholds(num_rows, lengths))
     if found.shape != (num_rows,) or found.dtype.kind not in "fiu" or np.isnan(found).any():
         raise ValueError(
             f"the rule {type(rule).__name__} gave thresholds of shape {found.shape} and type {found.dtype} for "
-            f"{num_rows} rows; expected one number for each of them, and none that is NaN"
+            f"{num_rows} rows; its thresholds() must return one number for each of them, and no NaN"
         )
     return found.astype(np.float64, copy=False)
 
@@ -175,7 +175,7 @@ RULES: dict[str, RuleMaker] = {"greedy": Greedy, "walk": Walk, "halving": Halvin
 
 
 def find_rule(rule: str | RuleMaker) -> RuleMaker:
-    """Look a rule up by name. A callable that makes a rule from a generator is passed through.
+    """The function that makes a rule, by the rule's name. A function is passed through.
 
     Example:
         >>> find_rule(lambda rng: Walk(rng, c=30.0))(np.random.default_rng(0)).c

@@ -1,7 +1,7 @@
 """Rows of all lanes in, next order out: centring x rule x (one running sum or one per lane).
 
-Short rows wait until there are many of them: signs are due only at the end of the epoch, and a block of short rows
-costs hardly more than one. Long rows are balanced as they come.
+Short rows are buffered and balanced in blocks: signs are due only at the end of the epoch, and a block of short rows
+costs hardly more than one row. Long rows are balanced as they come.
 
 Shapes: `m` visits, `p` balancing rows of each lane, `L` lanes, `D` dimensions; `K` rows.
 """
@@ -27,17 +27,17 @@ from cdgrab.orders.decisions import Decisions
 from cdgrab.orders.fill import from_lanes, next_order, padded
 from cdgrab.orders.herding import greedy_herding
 
-# Rows wait until they fill about this many numbers (4 MiB of float32) or this many visits.
-_WAITING_NUMBERS = 1 << 20
-_WAITING_VISITS = 1024
-# Rows of this length gain nothing by waiting, and are never stored. Nor are shorter ones, on a CPU with numba, if this
-# many numbers come together.
+# The buffer holds about this many numbers (4 MiB of float32), or this many visits.
+_BUFFER_NUMBERS = 1 << 20
+_BUFFER_VISITS = 1024
+# Rows of this length gain nothing in a block and are never buffered. On a CPU with numba, nor are shorter rows if this
+# many numbers come in one call.
 _LONG_ROW = 1 << 15
 _ENOUGH = 1 << 16
 
 
 class Sorter(Protocol):
-    """Collects an epoch's rows and arranges the next one."""
+    """Takes an epoch's rows and returns the next order."""
 
     @property
     def decisions(self) -> Decisions:
@@ -48,7 +48,7 @@ class Sorter(Protocol):
         """The rules, one for each running sum."""
 
     def start_epoch(self, epoch: int, visited_L: IntArray) -> None:
-        """Begin; `visited_L` says how many units of each lane are going to be visited."""
+        """Begin an epoch that will visit `visited_L` units of each lane."""
 
     def add(self, rows_mLD: Tensor, counts_mL: BoolArray | None = None) -> None:
         """Take the rows of the next visits. Nothing of `rows_mLD` is kept by reference.
@@ -57,14 +57,14 @@ class Sorter(Protocol):
         """
 
     def close(self) -> None:
-        """No more rows this epoch."""
+        """Decide all signs: the epoch has no more rows."""
 
     def arrange(self, units_VJ: IntArray, lanes: slice) -> IntArray:
         """The next order of some lanes, after `close`.
 
         Args:
-            units_VJ: Their units, visit by visit as they were observed, then the others; -1 where there is none.
-            lanes: Which of the lanes these are.
+            units_VJ: Their units: observed ones visit by visit, then the others; -1 where there is none.
+            lanes: Selects these lanes.
         """
 
     def tallies(self) -> list[Tally]: ...
@@ -75,13 +75,13 @@ class Sorter(Protocol):
 
 
 class SignSorter:
-    """Balances rows online; memory does not grow with the number of units but for one sign each.
+    """Balances rows online. Memory grows with the number of units only by one sign each.
 
     Args:
-        spec: What is balanced and with whom.
+        spec: The centring, and whether lanes share a running sum.
         rngs: A random generator for every lane whose rows come in.
         make_rule: Makes the rule of one running sum from a random generator.
-        block: Rows to collect before balancing; by default as many as fill about 4 MiB.
+        block: Rows to buffer before balancing; by default as many as fill about 4 MiB.
         watched: Numbers at the end of a row that are witnesses (`cdgrab.balancing.tally`).
     """
 
@@ -98,8 +98,8 @@ class SignSorter:
             Balancer(make_rule(rng), watched=watched) for rng in (rngs[:1] if spec.coordinated else rngs)
         ]
         self._block = block
-        self._waiting_VLD = torch.zeros(0, len(rngs), 0)
-        self._num_waiting = 0
+        self._buffer_VLD = torch.zeros(0, len(rngs), 0)
+        self._num_buffered = 0
         self.decisions = self._new_decisions()
 
     @property
@@ -108,7 +108,7 @@ class SignSorter:
 
     def start_epoch(self, epoch: int, visited_L: IntArray) -> None:
         self._centring.start_epoch()
-        self._num_waiting = 0
+        self._num_buffered = 0
         self.decisions = self._new_decisions()
         rows_L = visited_L // self._centring.units_per_row
         per_sum = rows_L.tolist() if len(self._balancers) > 1 else [int(rows_L.sum())]
@@ -116,7 +116,7 @@ class SignSorter:
             balancer.start_epoch(epoch, num_rows)
 
     def add(self, rows_mLD: Tensor, counts_mL: BoolArray | None = None) -> None:
-        # What is rounded how must not depend on how many visits come together: whole ones go their usual way.
+        # Rounding must not depend on how many visits come in one call: whole visits always take the same path.
         whole = len(rows_mLD) if counts_mL is None else int(counts_mL.all(1).cumprod().sum())
         if whole:
             self._add_whole(rows_mLD[:whole])
@@ -125,23 +125,23 @@ class SignSorter:
             self._balance(rows_mLD[whole:], counts_mL[whole:])
 
     def _add_whole(self, rows_mLD: Tensor) -> None:
-        enough = rows_mLD.shape[-1] >= _LONG_ROW or (rows_mLD.numel() >= _ENOUGH and _compiled(rows_mLD))
-        if enough and self._block is None:
+        takes_as_is = rows_mLD.shape[-1] >= _LONG_ROW or (rows_mLD.numel() >= _ENOUGH and _uses_numba(rows_mLD))
+        if takes_as_is and self._block is None:
             self._flush()
             self._balance(rows_mLD)
             return
-        self._make_room(rows_mLD)
-        start, visits, room = 0, len(rows_mLD), len(self._waiting_VLD)
+        self._fit_buffer(rows_mLD)
+        start, visits, room = 0, len(rows_mLD), len(self._buffer_VLD)
         while start < visits:
-            taken = min(visits - start, room - self._num_waiting)
-            if taken == room:  # as many as would be waited for: no need to store them
+            taken = min(visits - start, room - self._num_buffered)
+            if taken == room:  # they fill the buffer by themselves: no need to copy them
                 self._balance(rows_mLD[start : start + taken])
                 start += taken
                 continue
-            self._waiting_VLD[self._num_waiting : self._num_waiting + taken] = rows_mLD[start : start + taken]
-            self._num_waiting += taken
+            self._buffer_VLD[self._num_buffered : self._num_buffered + taken] = rows_mLD[start : start + taken]
+            self._num_buffered += taken
             start += taken
-            if self._num_waiting == room:
+            if self._num_buffered == room:
                 self._flush()
 
     def close(self) -> None:
@@ -155,18 +155,18 @@ class SignSorter:
         return [balancer.witness.seen_by(tally) if balancer.watched else tally for balancer, tally in settled]
 
     def _new_decisions(self) -> Decisions:
-        return Decisions(self._waiting_VLD.shape[1], paired=self._centring.units_per_row == 2)
+        return Decisions(self._buffer_VLD.shape[1], paired=self._centring.units_per_row == 2)
 
     def _flush(self) -> None:
-        """Balance the rows that wait."""
-        waiting, self._num_waiting = self._num_waiting, 0
-        if waiting:
-            self._balance(self._waiting_VLD[:waiting])
+        """Balance the buffered rows."""
+        buffered, self._num_buffered = self._num_buffered, 0
+        if buffered:
+            self._balance(self._buffer_VLD[:buffered])
 
     def _balance(self, rows_mLD: Tensor, counts_mL: BoolArray | None = None) -> None:
         for rows_pLD, minus_pLD, lanes_pL in self._centring.add(rows_mLD, counts_mL):
             if lanes_pL is not None:
-                signs = self._of_some(rows_pLD, minus_pLD, lanes_pL)
+                signs = self._balance_some(rows_pLD, minus_pLD, lanes_pL)
             elif len(self._balancers) == 1:
                 signs = self._balancers[0].balance_visits(rows_pLD, minus_pLD)
             else:
@@ -177,8 +177,8 @@ class SignSorter:
                 signs = torch.stack(parts, dim=1).flatten()
             self.decisions.append(signs, lanes_pL)
 
-    def _of_some(self, rows_pLD: Tensor, minus_pLD: Tensor, lanes_pL: BoolArray) -> Signs:
-        """Signs of rows that not all lanes have, each with its own lane's running sum or all with the one."""
+    def _balance_some(self, rows_pLD: Tensor, minus_pLD: Tensor, lanes_pL: BoolArray) -> Signs:
+        """The signs of rows that only some lanes have."""
         index = torch.from_numpy(np.flatnonzero(lanes_pL)).to(rows_pLD.device)
         rows_KD = rows_pLD.flatten(0, 1)[index] - minus_pLD.flatten(0, 1)[index]
         if len(self._balancers) == 1:
@@ -192,23 +192,23 @@ class SignSorter:
         return signs_K
 
     def visits_together(self, rows: Tensor) -> int:
-        """How many visits with rows like these are balanced together, if they come one by one."""
-        num_lanes, dim = self._waiting_VLD.shape[1], rows.shape[-1]
+        """The number of visits with rows like these that one block holds."""
+        num_lanes, dim = self._buffer_VLD.shape[1], rows.shape[-1]
         if self._block is not None:
             return max(1, self._block // num_lanes)
         if dim >= _LONG_ROW:
             return 1
-        return max(2, min(_WAITING_VISITS, _WAITING_NUMBERS // (num_lanes * dim)) // 2 * 2)
+        return max(2, min(_BUFFER_VISITS, _BUFFER_NUMBERS // (num_lanes * dim)) // 2 * 2)
 
-    def _make_room(self, rows_mLD: Tensor) -> None:
-        if self._waiting_VLD.shape[2] != rows_mLD.shape[2]:
-            self._waiting_VLD = rows_mLD.new_zeros(self.visits_together(rows_mLD), *rows_mLD.shape[1:])
+    def _fit_buffer(self, rows_mLD: Tensor) -> None:
+        if self._buffer_VLD.shape[2] != rows_mLD.shape[2]:
+            self._buffer_VLD = rows_mLD.new_zeros(self.visits_together(rows_mLD), *rows_mLD.shape[1:])
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "centring": self._centring.state_dict(),
-            "room": len(self._waiting_VLD),
-            "waiting": self._waiting_VLD[: self._num_waiting].clone(),
+            "room": len(self._buffer_VLD),
+            "waiting": self._buffer_VLD[: self._num_buffered].clone(),
             "decisions": self.decisions.state_dict(),
             "running_sums": [balancer.running_sum.clone() for balancer in self._balancers],
             "tallies": [asdict(balancer.tally.settled()) for balancer in self._balancers],
@@ -219,9 +219,9 @@ class SignSorter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._centring.load_state_dict(state["centring"])
         waiting = state["waiting"]
-        self._num_waiting = waiting.shape[0]
-        self._waiting_VLD = waiting.new_zeros(state["room"], *waiting.shape[1:])
-        self._waiting_VLD[: self._num_waiting] = waiting
+        self._num_buffered = waiting.shape[0]
+        self._buffer_VLD = waiting.new_zeros(state["room"], *waiting.shape[1:])
+        self._buffer_VLD[: self._num_buffered] = waiting
         self.decisions.load_state_dict(state["decisions"])
         for i, balancer in enumerate(self._balancers):
             balancer.running_sum = state["running_sums"][i].clone()
@@ -231,13 +231,13 @@ class SignSorter:
 
 
 class HerdingSorter:
-    """Keeps every row of the epoch and herds them greedily at its end: `O(units * dim)` memory."""
+    """Stores every row of the epoch and herds them greedily at its end: `O(units * dim)` memory."""
 
     def __init__(self, num_lanes: int) -> None:
-        self.decisions = Decisions(num_lanes, paired=False)  # stays empty: greedy herding knows no signs
+        self.decisions = Decisions(num_lanes, paired=False)  # stays empty: greedy herding has no signs
         self._rows: list[list[Tensor]] = [[] for _ in range(num_lanes)]
         self._herded: list[IntArray] = []
-        self.rules: list[Rule] = []  # nothing is drawn
+        self.rules: list[Rule] = []
 
     def start_epoch(self, epoch: int, visited_L: IntArray) -> None:  # noqa: ARG002
         for rows in self._rows:
@@ -257,7 +257,7 @@ class HerdingSorter:
         found = []
         for units_V, herded in zip(units_VJ.T, self._herded[lanes], strict=True):
             mine = units_V[units_V >= 0]
-            left_out = np.setdiff1d(np.arange(len(mine)), herded)  # rows that were not finite, units not visited
+            left_out = np.setdiff1d(np.arange(len(mine)), herded)  # units not visited, and rows that were not finite
             half = len(herded) // 2
             found.append(np.concatenate([mine[herded[:half]], mine[left_out], mine[herded[half:]]]))
         return from_lanes(found)
@@ -281,7 +281,7 @@ def make_sorter(
     block: int | None = None,
     watched: int = 0,
 ) -> Sorter | None:
-    """The sorter of an order, None if it needs no gradients; the last `watched` numbers of a row are witnesses."""
+    """The sorter of an order, or None if it needs no gradients. The last `watched` numbers of a row are witnesses."""
     if isinstance(spec, Free):
         return None
     if isinstance(spec, Herded):
@@ -289,6 +289,6 @@ def make_sorter(
     return SignSorter(spec, rngs, make_rule, block, watched)
 
 
-def _compiled(rows: Tensor) -> bool:
-    """Whether numba's loops are what balances these rows."""
+def _uses_numba(rows: Tensor) -> bool:
+    """Whether numba's loops balance these rows."""
     return rows.device.type == "cpu" and compiled.available()

@@ -1,8 +1,7 @@
 """From rows to a table, from the table to signs, from the signs to the new running sum.
 
-Three steps, wherever the rows are: on a CPU the table may come from compiled code, on a GPU each step is a Triton
-kernel, and plain PyTorch does it where neither is at hand. On a GPU nothing here makes the host wait, unless the rule
-asks for lengths.
+On a CPU compiled code may form the table; on a GPU each step is a Triton kernel; without either, plain PyTorch does it.
+On a GPU nothing here makes the host wait, unless the rule asks for lengths.
 
 Shapes: `K` rows of `D` numbers; a table is `K x (K + 1)`, the Gram matrix and the inner products with the running sum.
 """
@@ -24,27 +23,27 @@ from cdgrab.balancing.blocked import block_signs
 from cdgrab.balancing.rules import FloatArray, Rule, thresholds_of
 from cdgrab.balancing.tally import Tally
 
-_STRETCH = 1 << 14  # columns that a CPU takes at a time
-LONG_ON_GPU = 1 << 19  # from here on the rows themselves are what takes time, not the launches
-HUGE_ON_GPU = 1 << 23  # and from here on they keep a GPU busy; nothing else finds room beside them
+_CPU_COLUMNS = 1 << 14  # that a CPU multiplies at a time
+LONG_ON_GPU = 1 << 19  # from this row length on, reading the rows takes longer than launching the kernels
+HUGE_ON_GPU = 1 << 23  # from this row length on, the kernels fill a GPU; nothing else can run beside them
 
 
 RunningSum = TypeVar("RunningSum", contravariant=True)
 
 
 class GradientBatch(Protocol[RunningSum]):
-    """Rows to be balanced, in whatever form they are held: all that a running sum of that form has to know."""
+    """Rows to be balanced, in any form that has a table and can be added to a running sum."""
 
     def table(self, running_sum: RunningSum) -> Tensor:
         """`K x (K + 1)`: inner products of the rows with each other, then those with the running sum, in float64."""
 
     def add_to(self, running_sum: RunningSum, weights_K: Tensor) -> None:
-        """Add the rows, each times its weight, to the running sum. A row of weight 0 may be anything."""
+        """Add the rows, each times its weight, to the running sum. A row of weight 0 may be anything, even NaN."""
 
 
 @dataclass(frozen=True)
 class Differences:
-    """The rows `rows - minus`, whole, or `rows` alone: a `GradientBatch`."""
+    """The whole rows `rows - minus`, or `rows` if `minus` is None: a `GradientBatch`."""
 
     rows_KD: Tensor
     minus_KD: Tensor | None = None
@@ -57,7 +56,7 @@ class Differences:
 
 
 def balance(batch: GradientBatch[RunningSum], running_sum: RunningSum, rule: Rule, tally: Tally) -> Tensor:
-    """The core: from the table to signs, from signs to the new running sum. Returns what `decide` does."""
+    """Decide the signs of a batch and add its rows to the running sum. Returns what `decide` does."""
     decided_4K = decide(batch.table(running_sum), rule)
     batch.add_to(running_sum, decided_4K[1])
     tally.add_decided(decided_4K)
@@ -66,16 +65,16 @@ def balance(batch: GradientBatch[RunningSum], running_sum: RunningSum, rule: Rul
 
 def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor) -> Tensor:
     """The table of the rows `rows - minus`, in float64 on their device."""
-    if _triton(rows_KD, minus_KD):
+    if _fits_table_kernels(rows_KD, minus_KD):
         from cdgrab.accel import triton_tables as kernels
 
-        with _current(rows_KD):
+        with _device_of(rows_KD):
             return kernels.table(rows_KD, minus_KD, running_sum_D, in_place=False)
     return _plain_table(rows_KD if minus_KD is None else rows_KD - minus_KD, running_sum_D)
 
 
 def difference_table(first_KD: Tensor, second_KD: Tensor, running_sum_D: Tensor) -> Tensor:
-    """Put `first - second` in the place of `first`, and give the table of these rows.
+    """Replace `first` by `first - second` in place, and return the table of these rows.
 
     Args:
         first_KD: Float32 or float64, contiguous; overwritten.
@@ -91,17 +90,16 @@ def difference_table(first_KD: Tensor, second_KD: Tensor, running_sum_D: Tensor)
         tensor([[2., 0.],
                 [0., 0.]])
     """
-    if _triton(first_KD, second_KD):
+    if _fits_table_kernels(first_KD, second_KD):
         from cdgrab.accel import triton_tables as kernels
 
-        with _current(first_KD):
+        with _device_of(first_KD):
             return kernels.table(first_KD, second_KD, running_sum_D, in_place=True)
     same = second_KD.dtype == first_KD.dtype and second_KD.is_contiguous()
     if first_KD.device.type == "cpu" and same and compiled.available():
         return torch.from_numpy(compiled.difference_table(first_KD.numpy(), second_KD.numpy(), running_sum_D.numpy()))
-    # On a CPU a stretch of columns at a time: it is in cache when it is multiplied, and sums of single-precision
-    # numbers stay short enough to be exact.
-    width = _STRETCH if first_KD.device.type == "cpu" else first_KD.shape[1]
+    # On a CPU some columns at a time: they are multiplied while in cache, and sums in single precision have few terms.
+    width = _CPU_COLUMNS if first_KD.device.type == "cpu" else first_KD.shape[1]
     parts = zip(first_KD.split(width, 1), second_KD.split(width, 1), running_sum_D.split(width), strict=True)
     return torch.stack([_plain_table(first.sub_(second), r) for first, second, r in parts]).sum(0)
 
@@ -112,56 +110,56 @@ def decide(table_KK1: Tensor, rule: Rule) -> Tensor:
     A row whose squared length is not finite gets the sign `+1`, so that its pair keeps its order, and the weight 0.
 
     Returns:
-        `4 x K` in float64 on the table's device: signs; weights, with which the rows enter the running sum; the inner
-        products the signs were decided on; squared lengths. The last two are 0 for a row that is not finite.
+        `4 x K` in float64 on the table's device: signs; the weights of the rows in the running sum; the inner products
+        that decided the signs; squared lengths. The last two are 0 for a row that is not finite.
     """
     lengths_K = table_KK1.diagonal()
     thresholds_K = thresholds_of(rule, len(table_KK1), lambda: _finite(lengths_K.cpu().numpy()))
     if table_KK1.device.type == "cpu":
-        return torch.from_numpy(_decide_here(table_KK1.numpy(), thresholds_K))
+        return torch.from_numpy(_decide_on_cpu(table_KK1.numpy(), thresholds_K))
     limits_K = _on_device(thresholds_K, table_KK1.device)
     if _has_triton():
         from cdgrab.accel import triton_signs as kernels
 
-        with _current(table_KK1):
+        with _device_of(table_KK1):
             return kernels.decide(table_KK1, limits_K)
     return decide_there(table_KK1, limits_K)
 
 
 def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, weights_K: Tensor) -> None:
-    """Add the rows `rows - minus`, each times its weight, to the running sum. A row of weight 0 may be anything."""
-    if _triton(rows_KD, minus_KD):
+    """Add the rows `rows - minus`, each times its weight, to the running sum. A row of weight 0 may be NaN."""
+    if _fits_table_kernels(rows_KD, minus_KD):
         from cdgrab.accel import triton_tables as kernels
 
-        with _current(rows_KD):
+        with _device_of(rows_KD):
             kernels.advance(running_sum_D, rows_KD, minus_KD, weights_K)
         return
     differences_KD = rows_KD if minus_KD is None else rows_KD - minus_KD
     if rows_KD.device.type != "cpu" or not bool(weights_K.all()):
-        # Zero times something that is not finite is not zero.
+        # Zero times NaN is NaN.
         differences_KD = torch.where(weights_K[:, None] != 0, differences_KD, 0.0)
     running_sum_D.addmv_(differences_KD.T, weights_K.to(running_sum_D.dtype))
 
 
 def takes_blocks(rows_mLD: Tensor, minus_mLD: Tensor) -> bool:
-    """Whether `balance_blocks` is the way for these rows: longer ones are better read in few passes."""
-    return rows_mLD.numel() > 0 and rows_mLD.shape[2] < LONG_ON_GPU and _takes_triton(rows_mLD, minus_mLD)
+    """Whether `balance_blocks` suits these rows: for longer ones, fewer passes over them are faster."""
+    return rows_mLD.numel() > 0 and rows_mLD.shape[2] < LONG_ON_GPU and _fits_kernels(rows_mLD, minus_mLD)
 
 
 def balance_blocks(rows_mLD: Tensor, minus_mLD: Tensor, running_sum_D: Tensor, rule: Rule) -> Tensor:
     """Decide the signs of all the rows `rows - minus`, visit by visit, and add them to the running sum.
 
-    The same as `table`, `decide` and `advance` for one block of rows after the other.
+    Equals `table`, `decide` and `advance`, block by block.
     """
     from cdgrab.accel import triton_blocks as kernels
 
     limits_N = _thresholds(rows_mLD, minus_mLD, rule)
-    with _current(rows_mLD):
+    with _device_of(rows_mLD):
         return kernels.balance_blocks(kernels.Rows.of(rows_mLD), kernels.Rows.of(minus_mLD), running_sum_D, limits_N)
 
 
 def _thresholds(rows_mLD: Tensor, minus_mLD: Tensor, rule: Rule) -> Tensor:
-    """Of the rows `rows - minus`, where they are."""
+    """The thresholds of the rows `rows - minus`, on their device."""
     thresholds_N = thresholds_of(
         rule,
         rows_mLD.shape[0] * rows_mLD.shape[1],
@@ -171,7 +169,7 @@ def _thresholds(rows_mLD: Tensor, minus_mLD: Tensor, rule: Rule) -> Tensor:
 
 
 def decide_there(table_KK1: Tensor, thresholds_K: Tensor) -> Tensor:
-    """The twin of the Triton kernel: decides where the table is, in many small operations."""
+    """The plain twin of the Triton kernel: `decide` on the table's device, in many small operations."""
     lengths_K = table_KK1.diagonal()
     finite_K = torch.isfinite(lengths_K)
     gram_KK = torch.where(finite_K[:, None] & finite_K, table_KK1[:, :-1], 0.0)
@@ -184,7 +182,7 @@ def decide_there(table_KK1: Tensor, thresholds_K: Tensor) -> Tensor:
     return torch.stack([signs_K, torch.where(finite_K, signs_K, 0.0), s_K, torch.where(finite_K, lengths_K, 0.0)])
 
 
-def _decide_here(table_KK1: FloatArray, thresholds_K: FloatArray) -> FloatArray:
+def _decide_on_cpu(table_KK1: FloatArray, thresholds_K: FloatArray) -> FloatArray:
     lengths_K = table_KK1.diagonal()
     finite_K = np.isfinite(lengths_K)
     gram_KK, dots_K = table_KK1[:, :-1], table_KK1[:, -1]
@@ -211,18 +209,18 @@ def _on_device(thresholds_K: FloatArray, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=128)
 def _zeros(count: int, device: torch.device) -> Tensor:
-    """Thresholds of the greedy rule."""
+    """The thresholds of the greedy rule."""
     return torch.zeros(count, dtype=torch.float64, device=device)
 
 
-def _current(rows: Tensor) -> AbstractContextManager[Any]:
-    """Where kernels run on the device of the rows: Triton launches them on the current one."""
+def _device_of(rows: Tensor) -> AbstractContextManager[Any]:
+    """A context in which the device of the rows is current: Triton launches kernels there."""
     return torch.cuda.device(rows.device)
 
 
 @functools.cache
 def _has_triton() -> bool:
-    """Whether there is a Triton that knows tuples, which the kernels use."""
+    """Whether Triton is installed and new enough for tuples, which the kernels use."""
     try:
         major, minor = importlib.metadata.version("triton").split(".")[:2]
     except importlib.metadata.PackageNotFoundError:
@@ -230,13 +228,13 @@ def _has_triton() -> bool:
     return (int(major), int(minor)) >= (3, 3)
 
 
-def _takes_triton(*tensors: Tensor) -> bool:
-    """Whether kernels can take these tensors as they lie."""
-    fitting = all(t.is_cuda and t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors)
-    return fitting and _has_triton()
+def _fits_kernels(*tensors: Tensor) -> bool:
+    """Whether the kernels can read these tensors in place."""
+    readable = all(t.is_cuda and t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors)
+    return readable and _has_triton()
 
 
-def _triton(rows_KD: Tensor, minus_KD: Tensor | None) -> bool:
-    """Whether the kernels for tables can take these rows."""
+def _fits_table_kernels(rows_KD: Tensor, minus_KD: Tensor | None) -> bool:
+    """Whether the kernels for tables take these rows."""
     tensors = [rows_KD] if minus_KD is None else [rows_KD, minus_KD]
-    return rows_KD.shape[0] <= 64 and rows_KD.shape[1] > 0 and _takes_triton(*tensors)
+    return rows_KD.shape[0] <= 64 and rows_KD.shape[1] > 0 and _fits_kernels(*tensors)

@@ -1,8 +1,8 @@
-"""What a balancer saw in an epoch: the raw material of `metrics()`.
+"""Counts what a balancer does in an epoch, for `metrics()`.
 
 Balancing makes the running sum short in the numbers that decide signs. If these are a sketch, the whole running sum is
-longer than its sketch: the two figures cannot be compared. So a part of every sketch, its witnesses, takes no part in
-the decisions, and `Witness` measures the running sum in them.
+longer than its sketch, so the sketch cannot tell its length. Some numbers of every sketch, its witnesses, take no part
+in the decisions. `Witness` measures the running sum in them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from cdgrab.balancing.rules import FloatArray
 from cdgrab.orders.fill import SignArray
 
 WITNESS_SHARE = 8  # one in so many numbers of a sketch is a witness
-_MANY = 1024  # arrays that are joined, so that an epoch does not leave thousands of tiny ones
+_MOST_PARTS = 1024  # then they are joined, so that an epoch does not leave thousands of tiny arrays
 
 
 @dataclass
 class Tally:
-    """Counts and lengths. `||r||^2` follows from the table, so watching it is free."""
+    """Counts and squared lengths. `||r||^2` follows from the table, so tracking it is free."""
 
     rows: int = 0
     flipped: int = 0
@@ -33,38 +33,39 @@ class Tally:
     sum_lengths: float = 0.0
 
     def __post_init__(self) -> None:
-        self._waiting: list[FloatArray] = []  # counted together: that is a dozen calls, which small rows would notice
-        self._late: list[Tensor] = []  # likewise, on a device, and later than those that wait
+        # Counting takes a dozen calls, too many for every block of small rows: parts are counted together.
+        self._uncounted: list[FloatArray] = []
+        self._on_device: list[Tensor] = []  # later than all of `_uncounted`
 
     def add(self, decided_4K: FloatArray) -> None:
         """Count rows: signs, weights (0 for a row that was not finite), inner products, squared lengths."""
-        self._waiting.append(decided_4K)
-        if len(self._waiting) > _MANY:
+        self._uncounted.append(decided_4K)
+        if len(self._uncounted) > _MOST_PARTS:
             self._count()
 
     def add_decided(self, decided_4K: Tensor) -> None:
-        """Count what `tables.decide` returned; on a GPU it is brought over when somebody asks, not before."""
+        """Count what `tables.decide` returned. What is on a GPU stays there until `settled` is called."""
         if decided_4K.device.type == "cpu":
             self.add(decided_4K.numpy())
             return
-        self._late.append(decided_4K)
-        if len(self._late) > _MANY:
-            self._late = [torch.cat(self._late, dim=1)]
+        self._on_device.append(decided_4K)
+        if len(self._on_device) > _MOST_PARTS:
+            self._on_device = [torch.cat(self._on_device, dim=1)]
 
     def settled(self) -> Tally:
-        """With everything counted."""
-        if self._late:
-            late, self._late = self._late, []
-            self._waiting.append(torch.cat(late, dim=1).cpu().numpy())
+        """The tally, with everything counted."""
+        if self._on_device:
+            parts, self._on_device = self._on_device, []
+            self._uncounted.append(torch.cat(parts, dim=1).cpu().numpy())
         self._count()
         return self
 
     def _count(self) -> None:
-        """`||r + e d||^2 = ||r||^2 + 2 e <r, d> + ||d||^2`. Summed one by one, however many are counted together."""
-        if not self._waiting:
+        # ||r + e d||^2 = ||r||^2 + 2 e <r, d> + ||d||^2, summed one by one, so that the parts' sizes do not matter.
+        if not self._uncounted:
             return
-        signs_K, weights_K, s_K, lengths_K = np.concatenate(self._waiting, axis=1)
-        self._waiting = []
+        signs_K, weights_K, s_K, lengths_K = np.concatenate(self._uncounted, axis=1)
+        self._uncounted = []
         norm2_K = np.cumsum(np.concatenate([[self.norm2], 2 * weights_K * s_K + lengths_K]))
         self.rows += len(signs_K)
         self.flipped += int(np.count_nonzero(signs_K < 0))
@@ -76,7 +77,7 @@ class Tally:
 
 @dataclass
 class Witness:
-    """The running sum in numbers that take no part in the decisions. Nothing here waits for a device."""
+    """The running sum in the witnesses. Nothing here waits for a device."""
 
     running_sum: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     max_norm2: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
@@ -96,7 +97,7 @@ class Witness:
         self.sum_lengths = self.sum_lengths.to(rows_Kw.device) + rows_Kw.square().sum()
 
     def seen_by(self, tally: Tally) -> Tally:
-        """The tally of the same rows, with the lengths that the witnesses saw."""
+        """The tally of the same rows, with lengths measured in the witnesses."""
         return replace(tally, max_norm2=float(self.max_norm2), sum_lengths=float(self.sum_lengths))
 
     def state_dict(self) -> dict[str, Any]:
