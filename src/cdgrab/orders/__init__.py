@@ -1,4 +1,4 @@
-"""The orders by name. A new one is a function (or a composition of what exists) and one line in `ORDERS`."""
+"""The orders by name. A new one is a function, or a composition of existing parts, and one line in `ORDERS`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Free:
     """An order that needs no gradients.
 
     Attributes:
-        baseline: Gives the order of an epoch.
-        shuffle: Deal the examples from a seeded permutation; `False` deals them as the dataset has them.
-        redeal: Deal anew every epoch, so that examples move between lanes.
+        baseline: Returns the order of an epoch.
+        shuffle: Deal the examples from a seeded permutation; `False` deals them in the order of the dataset.
+        redeal: Deal again in every epoch, so that examples move between lanes.
     """
 
     baseline: Baseline
@@ -28,12 +28,12 @@ class Free:
 
 @dataclass(frozen=True)
 class Balanced:
-    """An order found from gradients: what is balanced, and with whom.
+    """An order found by balancing gradients.
 
     Attributes:
         centring: `"pair"` balances differences of neighbouring units (PairBalance), `"mean"` balances each unit's
             gradient minus the lane's mean of the epoch before (MeanBalance).
-        coordinated: One running sum for all lanes; otherwise every lane balances alone.
+        coordinated: All lanes share one running sum; otherwise each has its own.
     """
 
     centring: Literal["pair", "mean"]
@@ -72,7 +72,7 @@ ORDERS: dict[str, OrderSpec] = {
 
 
 def find_order(name: str) -> OrderSpec:
-    """Look an order up by name."""
+    """The order with this name."""
     if name not in ORDERS:
         raise ValueError(f"unknown order {name!r}; choose one of {', '.join(ORDERS)}")
     return ORDERS[name]

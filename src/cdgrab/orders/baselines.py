@@ -1,7 +1,7 @@
-"""Orders that look at no gradient: pure functions of (number of units, seed, epoch, worker).
+"""Orders without gradients: pure functions of (number of units, seed, epoch, worker).
 
-In epoch 0 each of them is the order in which the units were dealt, which is already shuffled (or, for
-`sequential`, the order of the dataset), so that every run starts where `DistributedSampler` starts.
+In epoch 0 each returns the order in which the units were dealt, so that every run starts as with `DistributedSampler`.
+That order is already shuffled; for `sequential` it is the order of the dataset.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Baseline = Callable[[int, int, int, int], IntArray]
 
 
 def fixed(num_units: int, seed: int, epoch: int, worker: int) -> IntArray:  # noqa: ARG001
-    """The dealt order in every epoch: `shuffle-once`, `sequential`, and `global-rr`, which deals anew instead."""
+    """The dealt order in every epoch: `shuffle-once`, `sequential`, and `global-rr`, which deals again instead."""
     return np.arange(num_units)
 
 
 def reshuffled(num_units: int, seed: int, epoch: int, worker: int) -> IntArray:
-    """A fresh permutation each epoch, another one on every worker (D-RR)."""
+    """A fresh permutation in each epoch, different on every worker (D-RR)."""
     if epoch == 0:
         return np.arange(num_units)
     return generator(seed, epoch, worker, "reshuffle").permutation(num_units)
@@ -37,10 +37,10 @@ def flip_flop(num_units: int, seed: int, epoch: int, worker: int) -> IntArray:
 def block_reversal(num_units: int, seed: int, epoch: int, worker: int) -> IntArray:
     """Block reshuffling with paired reversal (Nguyen, Phan and Kalagnanam, arXiv 2604.00260).
 
-    The units are cut once into about `sqrt(num_units)` blocks; every second epoch the blocks are visited in a fresh
-    random order, each block inside in a fresh random order, and the epoch in between runs the same order backwards.
-    This is our reading of the paper's two components. It chooses blocks adaptively; here their number is the square
-    root of that of the units, which balances how many there are to permute with how much each of them averages.
+    The units are cut once into about `sqrt(num_units)` blocks. Every second epoch visits the blocks in a fresh random
+    order, and the units of a block in a fresh random order. The epoch after it runs the same order backwards.
+    This is our reading of the paper's two components. The paper chooses blocks adaptively. The square root is a
+    compromise: more blocks permute more, larger blocks average more.
     """
     rng = generator(seed, epoch - epoch % 2, worker, "block")
     blocks = np.array_split(np.arange(num_units), max(1, math.isqrt(num_units)))

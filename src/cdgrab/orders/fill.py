@@ -1,4 +1,4 @@
-"""Signs -> next order. The one place where a sign becomes a position.
+"""Signs -> next order. Only this module turns a sign into a position.
 
 Shapes: `V` visits, `J` lanes, `N` units in all; `P` pairs of visits.
 """
@@ -14,15 +14,15 @@ SignArray = npt.NDArray[np.int8]
 
 
 def next_order(units_VJ: IntArray, signs_VJ: SignArray) -> IntArray:
-    """In each lane, plus keeps its place, minus goes to the back in reverse, undecided (0) stays in the middle.
+    """The next order. In each lane plus units come first, then undecided ones (0), then minus units in reverse.
 
     The two units of a pair carry opposite signs, so pair `k` of a lane with `U` units fills its places `k` and
-    `U - 1 - k`. A unit without a partner, or one that was not visited, is undecided: in the middle it moves least, and
-    it is visited next time even where every epoch is cut short.
+    `U - 1 - k`. A unit without a partner, or one that was not visited, is undecided. In the middle it moves least, and
+    the next epoch visits it even if every epoch is cut short.
 
     Args:
         units_VJ: The units of every lane in the order in which it visited them, -1 where it had none.
-        signs_VJ: Of these units.
+        signs_VJ: Their signs.
 
     Returns:
         The next order of all lanes, visit by visit.
@@ -46,24 +46,24 @@ def next_order(units_VJ: IntArray, signs_VJ: SignArray) -> IntArray:
 
 
 def by_visit(order_N: IntArray, num_lanes: int) -> IntArray:
-    """The order of all lanes as lines, `V x J`; in the last one lanes may have no unit, which is -1."""
+    """The order of all lanes as lines, `V x J`; -1 for lanes without a unit in the last line."""
     missing = -len(order_N) % num_lanes
     return np.pad(order_N, (0, missing), constant_values=-1).reshape(-1, num_lanes)
 
 
 def pair_signs(signs_PJ: SignArray) -> SignArray:
-    """One sign per pair -> one per unit: the first of a pair carries the sign, the second its opposite."""
+    """One sign per unit from one per pair: the first of a pair carries the sign, the second its opposite."""
     return np.stack([signs_PJ, -signs_PJ], axis=1).reshape(-1, *signs_PJ.shape[1:])
 
 
 def padded(signs_VJ: SignArray, visits: int) -> SignArray:
-    """Signs of so many visits. Those that have none are 0; visits of the rest, which come last, are left out."""
+    """The signs of `visits` visits: 0 where there is none. Later visits, which hold no units, are left out."""
     signs_VJ = signs_VJ[:visits]
     return np.pad(signs_VJ, ((0, visits - len(signs_VJ)), (0, 0)))
 
 
 def from_lanes(units: list[IntArray]) -> IntArray:
-    """The order of all lanes, visit by visit, from that of each; no lane has more units than an earlier one.
+    """The order of all lanes, visit by visit, from that of each. No lane may have more units than an earlier one.
 
     Example:
         >>> from_lanes([np.array([2, 0, 4]), np.array([1, 3])])

@@ -13,13 +13,13 @@ from cdgrab.lanes import IntArray
 
 
 def herding_bound(vectors_WUD: Tensor, orders_WU: Tensor | None = None, *, ord: float = float("inf")) -> float:
-    """The largest prefix sum of centred vectors: what an order must keep small after every step.
+    """The norm of the largest prefix sum of centred vectors, which a good order keeps small.
 
     `max over t of || sum over j <= t, over w, of (z[w, order[w, j]] - mean) ||`, with the mean of all vectors.
 
     Args:
         vectors_WUD: Vectors of every worker's units.
-        orders_WU: The order in which each worker visits its units; by default as they are stored.
+        orders_WU: The order in which each worker visits its units; by default that of `vectors_WUD`.
         ord: The norm; the paper uses the largest coordinate.
     """
     mean_D = vectors_WUD.mean((0, 1))
@@ -31,9 +31,9 @@ def herding_bound(vectors_WUD: Tensor, orders_WU: Tensor | None = None, *, ord: 
 
 
 def greedy_herding(vectors: list[Tensor]) -> list[IntArray]:
-    """Visit by visit, lane by lane, take the unit that brings the sum of centred vectors closest to zero.
+    """Take, visit by visit and lane by lane, the unit that brings the sum of centred vectors closest to zero.
 
-    `O(U^2 D)` per worker. A vector that is not finite is left out.
+    Costs `O(U^2 D)` per worker. A vector that is not finite is left out.
 
     Args:
         vectors: A `units x dim` tensor for every worker.
