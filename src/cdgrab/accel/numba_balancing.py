@@ -1,9 +1,8 @@
 """The paper's loop compiled for the CPU, when numba is installed (`pip install "cdgrab[fast]"`).
 
-Where one process has whole rows, the loop itself, free of the interpreter, beats any table on a CPU: a row is read
-while it is still in cache, and no Gram matrix is formed. Slices of rows need the table, and it can be had in one pass
-over memory. Without numba `blocked.py` gives the same signs up to rounding, more slowly. numba is imported
-at first use, never by `import cdgrab`.
+On a CPU the compiled loop beats any table if one process has whole rows: it reads a row while it is still in cache, and
+forms no Gram matrix. Slices of rows need the table, which takes one pass over memory. Without numba `blocked.py` gives
+the same signs up to rounding, more slowly. numba is imported at first use, never by `import cdgrab`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from cdgrab.balancing.rules import FloatArray
 
 Array = npt.NDArray[Any]
 
-ALL_CORES = 1 << 15  # rows from this length on occupy them
+ALL_CORES = 1 << 15  # rows from this length on use all cores
 
 
 @functools.cache
@@ -33,7 +32,7 @@ def available() -> bool:
 
 
 def lengths(rows_KD: Array, minus_KD: Array | None = None) -> FloatArray:
-    """Squared lengths of the rows `rows - minus`, with 0 for a row that is not finite."""
+    """The squared lengths of the rows `rows - minus`, 0 for a row that is not finite."""
     with np.errstate(all="ignore"):
         differences_KD = rows_KD if minus_KD is None else rows_KD - minus_KD
         lengths_K = np.einsum("kd,kd->k", differences_KD, differences_KD).astype(np.float64)
@@ -49,8 +48,8 @@ def visit_signs(
 ) -> FloatArray:
     """Decide the signs of the rows `rows - minus`, visit by visit, and add them to the running sum, in place.
 
-    Rows are read wherever they lie. Those that are long enough for it occupy as many cores as PyTorch is set to use.
-    `scratch_2D`, which must hold finite numbers, is overwritten with such.
+    Rows of any stride are read in place. Long rows use as many cores as PyTorch is set to use. `scratch_2D` is
+    overwritten; it must hold finite numbers before, and does so after.
 
     Returns:
         `4 x (p * L)`, as `tables.decide` does.
@@ -65,7 +64,7 @@ def visit_signs(
 
 
 def _laid_out(rows_pLD: torch.Tensor) -> tuple[Array, int, int]:
-    """The stretch of memory in which rows lie, and how far it is from visit to visit and from lane to lane."""
+    """The rows' memory as a flat array, and the strides from visit to visit and from lane to lane."""
     if rows_pLD.stride(-1) != 1:
         rows_pLD = rows_pLD.contiguous()
     (visits, lanes, dim), (visit, lane, _) = rows_pLD.shape, rows_pLD.stride()
@@ -73,8 +72,8 @@ def _laid_out(rows_pLD: torch.Tensor) -> tuple[Array, int, int]:
     return flat, visit, lane
 
 
-# Sums may be reordered (that is what makes them fast), but NaN must stay NaN: hence not all of numba's `fastmath`.
-# Infinite or NaN is asked as `not x < inf`, because isfinite() is written as x - x, which reordering folds away.
+# Sums may be reordered, which makes them fast, but NaN must stay NaN: hence not all of numba's `fastmath`. Kernels test
+# for infinite or NaN by `not x < inf`: numba writes isfinite() as x - x, which reordering folds away.
 REORDER = {"reassoc", "contract", "nsz", "arcp"}
 
 
@@ -88,17 +87,17 @@ def _difference_kernel(parallel: bool) -> Callable[..., None]:
     def kernel(  # type: ignore[no-untyped-def]
         rows, rows_visit, rows_lane, minus, minus_visit, minus_lane, lanes, scratch, running_sum, thresholds, decided
     ):
-        """Two rows of a visit at a time, from their own small table, added while the next two are read.
+        """Decide two rows of a visit at a time from their own small table; add them while reading the next two.
 
-        Memory is what limits long rows, and this spares it. `scratch` holds finite numbers before and after. Rows of
-        different visits never share a table: what is rounded how must not depend on how many visits came together.
+        Memory bandwidth limits long rows, and this saves passes. `scratch` holds finite numbers before and after. Rows
+        of different visits never share a table: rounding must not depend on how many visits come in one call.
         """
         zero, one = running_sum.dtype.type(0), running_sum.dtype.type(1)
         dim, last = running_sum.shape[0], lanes - 1
-        sign = sign_other = zero  # nothing to be added yet
+        sign = sign_other = zero  # nothing to add yet
         for visit in range(decided.shape[1] // lanes):
             for lane in range(0, lanes, 2):
-                # A row without a partner is paired with nothing: itself times zero.
+                # A row without a partner is paired with itself times zero.
                 partner, factor = (lane + 1, one) if lane < last else (lane, zero)
                 at, at_minus = visit * rows_visit, visit * minus_visit
                 first, first_minus = at + lane * rows_lane, at_minus + lane * minus_lane
@@ -128,7 +127,7 @@ def _difference_kernel(parallel: bool) -> Callable[..., None]:
                     scratch[0, :] = zero
                 if not second_counts:
                     scratch[1, :] = zero
-                # The first last: without a partner, what has been found of one is to be overwritten.
+                # The row comes after its partner: if it has none, `other` is `k`, and this overwrites it.
                 decided[0, other], decided[0, k] = sign_other, sign
                 decided[1, other], decided[1, k] = sign_other * second_counts, sign * first_counts
                 decided[2, other], decided[2, k] = s_other if second_counts else zero, s if first_counts else zero
@@ -140,9 +139,9 @@ def _difference_kernel(parallel: bool) -> Callable[..., None]:
 
 
 def difference_table(first_KD: Array, second_KD: Array, running_sum_D: Array) -> FloatArray:
-    """Put `first - second` in the place of `first`; the inner products of these rows with each other and with `r`.
+    """Replace `first` by `first - second` in place, and return the table of these rows.
 
-    One pass over memory on one core: a stretch of columns is subtracted and multiplied while it is in cache.
+    One pass over memory on one core: some columns at a time are subtracted and multiplied while in cache.
 
     Returns:
         `K x (K + 1)`: the Gram matrix, and in the last column the inner products with the running sum.
@@ -168,8 +167,8 @@ def _table_kernel() -> Callable[..., None]:
                 for i in range(stop - start):
                     mine[i] -= theirs[i]
             r = running_sum[start:stop]
-            # Two rows against two at a time, so that what has been loaded is used twice. With an odd number of rows
-            # the last stands for its missing partner too: its products are then found, and written, twice.
+            # Two rows against two at a time, so that every loaded number is used twice. With an odd number of rows the
+            # last is its own partner: its products are computed twice and written once.
             for k in range(0, num_rows, 2):
                 k_next = min(k + 1, num_rows - 1)
                 x, x_next = first[k, start:stop], first[k_next, start:stop]
@@ -207,12 +206,12 @@ _PARALLEL = threading.Lock()
 
 
 def in_turn(parallel: bool) -> AbstractContextManager[Any]:
-    """For a kernel that occupies several cores: the simplest of numba's thread pools aborts if two come at once."""
+    """A lock for kernels on several cores: numba's simplest thread pool aborts if two run at once."""
     return _PARALLEL if parallel else nullcontext()
 
 
 def use_threads(count: int) -> bool:
-    """Let numba use as many threads as PyTorch; whether that is more than one."""
+    """Let numba use as many threads as PyTorch. Returns whether that is more than one."""
     import numba
 
     count = min(count, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
-"""Triton kernels for many blocks of short rows on a GPU: one launch for each block, all without the host.
+"""Triton kernels for many blocks of short rows on a GPU: one launch per block, without waiting for the host.
 
 The twin in plain PyTorch is `tables.table`, `tables.decide` and `tables.advance`, block by block. Sums are formed in a
 fixed order, so that a run can be repeated bit for bit.
 """
 
-# The inside of a kernel is Triton's language, which only looks like Python to a type checker.
+# Kernels are written in Triton's language, which only looks like Python to a type checker.
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BLOCK = 64
 
 
 class Rows(NamedTuple):
-    """Where row `n` begins: at visit `n // num_lanes` and lane `n % num_lanes`."""
+    """Rows in memory. Row `n` is that of visit `n // num_lanes` and lane `n % num_lanes`."""
 
     first: Tensor
     num_lanes: int
@@ -44,11 +44,11 @@ class Rows(NamedTuple):
 def balance_blocks(rows: Rows, minus: Rows, running_sum_D: Tensor, thresholds_N: Tensor) -> Tensor:
     """Decide the signs of the rows `rows - minus`, block by block, and add them to the running sum.
 
-    The Gram matrices of all blocks are known before the first sign. What remains for a block are its inner products
-    with the running sum. One launch adds the block before, finds them, and decides the signs.
+    The Gram matrices of all blocks come first, in one launch. Then each block takes one launch, which adds the block
+    before to the running sum, computes the inner products with it, and decides the signs.
 
     Returns:
-        `4 x N`, as `tables.decide`.
+        `4 x N`, as `tables.decide` does.
     """
     count, dim, device = rows.count, running_sum_D.numel(), running_sum_D.device
     num_blocks = math.ceil(count / _BLOCK)
@@ -118,7 +118,7 @@ def _grams(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gram matrices of blocks of rows; every program takes `width` columns of one block."""
+    """Compute the Gram matrices of blocks of rows; a program takes `width` columns of one block."""
     program = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1).to(tl.int64)
     begin = program * width
@@ -162,7 +162,7 @@ def _step(
     BEFORE: tl.constexpr,
     AFTER: tl.constexpr,
 ):
-    """Add the block before, multiply this block with the new running sum; the last program to come decides."""
+    """Add the block before, multiply this block with the new running sum. The last program to arrive decides."""
     program = tl.program_id(0).to(tl.int64)
     column = program * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tile = tl.arange(0, TILE)[:, None].to(tl.int64)

@@ -1,6 +1,6 @@
 """Triton kernels that decide signs, from a Gram matrix and inner products with the running sum."""
 
-# The inside of a kernel is Triton's language, which only looks like Python to a type checker.
+# Kernels are written in Triton's language, which only looks like Python to a type checker.
 # mypy: ignore-errors
 # ruff: noqa: RUF005
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def decide(table_KK1: Tensor, thresholds_K: Tensor) -> Tensor:
-    """As `tables.decide`, in a single warp."""
+    """`tables.decide` from thresholds, in a single warp."""
     num_rows = len(table_KK1)
     decided_4K = torch.empty(4, num_rows, dtype=torch.float64, device=table_KK1.device)
     rows = max(4, triton.next_power_of_2(num_rows))
@@ -30,7 +30,7 @@ def _decide(table, thresholds, decided, num_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def sign_loop(gram, stride, s, thresholds, decided, start, count, ROWS: tl.constexpr):
-    """Signs of the rows from `start` on, from their Gram matrix and their inner products `s` with the running sum."""
+    """Decide the rows from `start` on, from their Gram matrix and their inner products `s` with the running sum."""
     k = tl.arange(0, ROWS)
     inside = start + k < count
     lengths = tl.load(gram + k * stride + k, mask=inside, other=0.0)
@@ -39,7 +39,7 @@ def sign_loop(gram, stride, s, thresholds, decided, start, count, ROWS: tl.const
     signs = tl.zeros([ROWS], tl.float64)
     num_rows = tl.minimum(ROWS, count - start)
     place = decided + 2 * count + start
-    # Eight rows at a time. Whatever does not depend on signs is fetched first, so that the signs need not wait for it.
+    # Eight rows at a time. What does not depend on signs is loaded first, so that the signs need not wait for it.
     for first in range(0, num_rows, 8):
         tl.store(place + k, s, mask=inside)
         later = inside & (k >= first + 8) & finite
@@ -51,7 +51,7 @@ def sign_loop(gram, stride, s, thresholds, decided, start, count, ROWS: tl.const
             rows_8 = rows_8 + (tl.load(gram + (first + j) * stride + k, mask=later & there, other=0.0),)
             for i in tl.static_range(j):
                 entries = entries + (tl.load(gram + (first + i) * stride + first + j, mask=there, other=0.0),)
-        tl.debug_barrier()  # what was stored above can be read by everyone
+        tl.debug_barrier()  # what was stored above can be read by every thread
         products = ()
         for j in tl.static_range(8):
             there = first + j < num_rows

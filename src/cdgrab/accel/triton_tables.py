@@ -1,12 +1,12 @@
 """Triton kernels for one block of rows on a GPU: its table, and the new running sum, without waiting for the host.
 
-Rows are read twice and nothing of their size is written: once for the table, once for the running sum. Both passes run
-at the speed of memory. Every kernel has a twin in plain PyTorch (`tables.py`), which serves where Triton is missing.
+Rows are read twice, once for the table and once for the running sum; no copy of them is made. Both passes run at the
+speed of memory. Every kernel has a twin in plain PyTorch (`tables.py`), which is used without Triton.
 
 Sums are formed in a fixed order, never with atomics, so that a run can be repeated bit for bit.
 """
 
-# The inside of a kernel is Triton's language, which only looks like Python to a type checker.
+# Kernels are written in Triton's language, which only looks like Python to a type checker.
 # mypy: ignore-errors
 # ruff: noqa: RUF005
 
@@ -23,18 +23,18 @@ from torch import Tensor
 from cdgrab.balancing.tables import HUGE_ON_GPU
 
 PROGRAMS = 528  # four for each multiprocessor of a large GPU
-_FEW_ROWS = 16  # up to here every pair of rows has an accumulator of its own
-_LEAST_ROWS = 8  # up to here they leave registers for other kernels
+_FEW_ROWS = 16  # up to so many rows, every pair has an accumulator of its own
+_LEAST_ROWS = 8  # up to so many rows, accumulators leave registers for other kernels
 
 
 def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor, *, in_place: bool) -> Tensor:
-    """As `tables.table`; `in_place` puts the differences in the place of `rows_KD`."""
+    """`tables.table`; with `in_place` the differences overwrite `rows_KD`."""
     num_rows, dim = rows_KD.shape
     few, programs, stages = num_rows <= _FEW_ROWS, PROGRAMS, 1
     if num_rows <= _LEAST_ROWS and dim < HUGE_ON_GPU:
-        # Few programs, with the columns to come on their way: nearly as fast as many, and matrix products that run
-        # beside them find room. Eight rows and as many to subtract take one for each multiprocessor; fewer take more,
-        # so that as many numbers are on their way.
+        # Few programs that prefetch columns are nearly as fast as many, and leave room for matrix products beside them.
+        # Eight rows with eight to subtract get one program per multiprocessor. Fewer rows get more programs, so that as
+        # many loads are in flight.
         padded, columns, warps, stages = num_rows, 256, 8, 3
         programs = 4 * PROGRAMS // (num_rows if minus_KD is None else 2 * num_rows)
     elif few:
@@ -67,7 +67,7 @@ def table(rows_KD: Tensor, minus_KD: Tensor | None, running_sum_D: Tensor, *, in
 
 
 def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, weights_K: Tensor) -> None:
-    """As `tables.advance`."""
+    """`tables.advance`."""
     num_rows, dim = rows_KD.shape
     minus = rows_KD if minus_KD is None else minus_KD
     _advance[(triton.cdiv(dim, 1024),)](
@@ -87,10 +87,10 @@ def advance(running_sum_D: Tensor, rows_KD: Tensor, minus_KD: Tensor | None, wei
 
 @functools.cache
 def precision(device: torch.device) -> str:
-    """How Gram matrices are multiplied.
+    """The precision in which Gram matrices are multiplied.
 
-    Tensor cores multiply numbers that were split in three parts ("tf32x3"): as exact as single precision (3.5e-7 of the
-    largest entry against 2.7e-7, for 62,006 columns), in half of its time.
+    "tf32x3" splits numbers in three parts for the tensor cores. It takes half the time of single precision and is as
+    exact: 3.5e-7 of the largest entry against 2.7e-7, for 62,006 columns.
     """
     if device.type == "cpu":  # in Triton's interpreter
         return "ieee"
@@ -114,9 +114,9 @@ def _few_rows(
     IN_PLACE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Every program takes `width` columns. A thread keeps all its products in registers until the end."""
+    """Take `width` columns per program. A thread keeps all its products in registers until the end."""
     program = tl.program_id(0).to(tl.int64)
-    wide = program * 0  # how far it is to the last row takes more than 32 bits
+    wide = program * 0  # an int64 zero: the offset of the last row takes more than 32 bits
     begin = program * width
     end = tl.minimum(begin + width, dim)
     products = ()
@@ -167,7 +167,7 @@ def _many_rows(
     IN_PLACE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Every program takes `width` columns and multiplies small tiles."""
+    """Take `width` columns per program and multiply small tiles."""
     program = tl.program_id(0).to(tl.int64)
     begin = program * width
     end = tl.minimum(begin + width, dim)
@@ -211,8 +211,8 @@ def _advance(
     r = tl.load(running_sum + column, mask=inside)
     for k in range(num_rows):
         weight = tl.load(weights + k).to(tl.float32)
-        # A row that is not finite is not even read. Not `inside & ...`: Triton's interpreter cannot "and" a vector with
-        # a scalar that comes from comparing floats. Compiled, both are the same.
+        # A row that is not finite is not read. Not `inside & ...`: Triton's interpreter cannot "and" a vector with a
+        # scalar that comes from comparing floats. Compiled, both are the same.
         counts = tl.where(weight != 0, inside, False)
         x = tl.load(rows + (wide + k) * row_stride + column, mask=counts, other=0.0)
         if SUBTRACT:
