@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -214,8 +214,8 @@ def _zeros(count: int, device: torch.device) -> Tensor:
 
 
 def _device_of(rows: Tensor) -> AbstractContextManager[Any]:
-    """A context in which the device of the rows is current: Triton launches kernels there."""
-    return torch.cuda.device(rows.device)
+    """A context in which the device of the rows is current: Triton launches kernels there, or interprets them."""
+    return torch.cuda.device(rows.device) if rows.is_cuda else nullcontext()
 
 
 @functools.cache
