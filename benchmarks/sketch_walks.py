@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.sketch_tasks import TASKS, Task
 from cdgrab import Ordering, balance_vectors, herding_bound
-from cdgrab.per_example.plan import matrices_of
+from cdgrab.per_example.plan import make_plan
 from cdgrab.per_example.sketch import Sketch
 from cdgrab.sources import PerExampleSource
 from cdgrab_experiments.captured import HeldRows
@@ -52,7 +52,7 @@ def gradients(task: Task, data: Path) -> tuple[Tensor, dict[str, torch.Size], se
         task.loss(model, a, b).backward()
         assert held.rows_ND is not None
         rows.append(held.rows_ND)
-    return torch.cat(rows), {n: p.shape for n, p in model.named_parameters()}, matrices_of(model)
+    return torch.cat(rows), {n: p.shape for n, p in model.named_parameters()}, make_plan(model).matrices
 
 
 def vectors(steep: bool) -> tuple[Tensor, dict[str, torch.Size], set[str]]:

@@ -13,6 +13,8 @@ from _inputs import randn
 from cdgrab import Ordering, flat_grad
 from cdgrab.factors import Factors
 from cdgrab.per_example.capture import ExampleCapture
+from cdgrab.per_example.coverage import Coverage
+from cdgrab.per_example.plan import make_plan
 from cdgrab.sources import Attachment, GradientSource, Port, find_source
 
 
@@ -166,9 +168,9 @@ def one_by_one(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def source_of(name: str, length: int) -> GradientSource:
+def source_of(name: str, length: int, **options: Any) -> GradientSource:
     """A source by name; sketches have this length."""
-    return find_source(name, {"length": length} if name == "sketch" else {})
+    return find_source(name, {**options, "length": length} if name == "sketch" else options)
 
 
 class Collected:
@@ -176,9 +178,16 @@ class Collected:
 
     def __init__(self) -> None:
         self.factors: dict[str, list[Factors]] = {}
+        self.width = 0
 
     def add(self, name: str, factors: Factors) -> None:
         self.factors.setdefault(name, []).append(factors)
+
+    def alone(self, name: str, factors: Factors) -> Tensor:  # noqa: ARG002
+        return factors.rows()
+
+    def remove(self, name: str, part: Tensor) -> None:  # noqa: ARG002
+        del self.factors[name]
 
     def finish(self) -> Tensor:
         return torch.zeros(0)
@@ -220,7 +229,9 @@ class Collecting:
         self._mean, self.collected = mean, Collected()
 
     def attach(self, port: Port, model: nn.Module) -> Attachment:
-        return ExampleCapture(port, model, self.collected, mean=self._mean)
+        plan = make_plan(model)
+        coverage = Coverage(plan.sizes, plan.left_out, strict=True)
+        return ExampleCapture(port, plan, coverage, self.collected, mean=self._mean)
 
 
 def factors_of(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> dict[str, list[Factors]]:

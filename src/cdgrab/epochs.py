@@ -74,6 +74,10 @@ class Epochs:
         return sorter if isinstance(sorter, ShardedPairs) else None
 
     @property
+    def at_start(self) -> bool:
+        return self.progress.rows == 0
+
+    @property
     def is_over(self) -> bool:
         return self.progress.finished
 
@@ -87,8 +91,8 @@ class Epochs:
 
     # What it may tell
 
-    def expect(self, sketched: Sketched | None) -> None:
-        if sketched == self.intake.sketched:
+    def expect(self, sketched: Sketched | None, *, anew: bool = False) -> None:
+        if sketched == self.intake.sketched and not anew:
             return
         if self.progress.rows and self.balances:
             raise ValueError(
@@ -117,6 +121,9 @@ class Epochs:
     def end_epoch_if_due(self) -> None:
         if self.progress.finished:
             self.next_epoch(self.epoch + 1)
+
+    def covers(self, share: float) -> None:
+        self.meter.balanced = share
 
     def timed(self) -> AbstractContextManager[None]:
         return self.meter.timed()

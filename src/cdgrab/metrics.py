@@ -18,7 +18,8 @@ class Meter:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.figures = summarise(-1, [], unobserved=0, seconds=0.0, bytes_sent=0)
+        self.balanced = 1.0  # share of the trained numbers
+        self.figures = summarise(-1, [], unobserved=0, seconds=0.0, bytes_sent=0, balanced=1.0)
         self._bytes_before = 0
 
     @contextmanager
@@ -31,7 +32,9 @@ class Meter:
     def finish(self, epoch: int, tallies: list[Tally], unobserved: int, bytes_sent: int) -> None:
         """Keep the figures of `epoch`, which has ended; `bytes_sent` counts from the very first."""
         sent, self._bytes_before = bytes_sent - self._bytes_before, bytes_sent
-        self.figures = summarise(epoch, tallies, unobserved=unobserved, seconds=self.seconds, bytes_sent=sent)
+        self.figures = summarise(
+            epoch, tallies, unobserved=unobserved, seconds=self.seconds, bytes_sent=sent, balanced=self.balanced
+        )
         rows, left_out = self.figures["rows"], self.figures["nonfinite"]
         if rows > left_out and all(tally.sum_lengths == 0 for tally in tallies):
             log.warning(
@@ -49,12 +52,12 @@ class Meter:
 
 
 def summarise(
-    epoch: int, tallies: list[Tally], *, unobserved: int, seconds: float, bytes_sent: int
+    epoch: int, tallies: list[Tally], *, unobserved: int, seconds: float, bytes_sent: int, balanced: float
 ) -> dict[str, float]:
     """One flat dictionary, the same keys for every order; see `Ordering.metrics` for their meaning."""
     rows = sum(tally.rows for tally in tallies)
-    balanced = [tally for tally in tallies if tally.sum_lengths > 0]
-    imbalances = [math.sqrt(max(0.0, tally.max_norm2) / tally.sum_lengths) for tally in balanced]
+    moved = [tally for tally in tallies if tally.sum_lengths > 0]
+    imbalances = [math.sqrt(max(0.0, tally.max_norm2) / tally.sum_lengths) for tally in moved]
     return {
         "epoch": epoch,
         "rows": rows,
@@ -64,4 +67,5 @@ def summarise(
         "unobserved": unobserved,
         "seconds": seconds,
         "bytes": bytes_sent,
+        "balanced": balanced,
     }

@@ -214,7 +214,9 @@ class Ordering:
             options: Of the source; one that it does not have is an error. `"batch"` takes `hook` and `hook_state`, a
                 communication hook that averages gradients instead of the all-reduce (`DistributedDataParallel` only).
                 `"sketch"` and `"per_example"` take `reduction`, what the loss does with the batch: `"mean"` (default)
-                or `"sum"`. `"sketch"` takes `length`, how many numbers a sketch has: a power of two, by default 1,024.
+                or `"sum"`, and `strict`: whether a parameter whose gradients of single examples cannot be seen is an
+                error. By default it is left out, with a warning. `"sketch"` takes `length`, how many numbers a sketch
+                has: a power of two, by default 1,024.
         """
         if self._attachment is not None:
             raise ValueError("the ordering is attached to a model already; call detach() first")
@@ -271,7 +273,7 @@ class Ordering:
         with a minus, `nonfinite` counts those left out (a row is a pair's difference, or with MeanBalance one
         gradient), `unobserved` units whose gradient never came. `seconds` is what this process spent on ordering,
         beside what averaging takes anyway; on a GPU, what it took to hand the work over. `bytes` is what this rank
-        sent.
+        sent. `balanced` is the share of the trained numbers that takes part.
         """
         return dict(self._settled().meter.figures)
 

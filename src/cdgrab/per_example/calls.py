@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cdgrab.per_example.layers.base import LayerFactors, widened
+from cdgrab.per_example.layers.base import LayerFactors, Unseen, widened
 from cdgrab.per_example.plan import Layer, check_count
 
 
@@ -32,6 +32,11 @@ class InputCall:
         grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
         x = x.detach().to(grad.dtype) if x.is_floating_point() else x.detach()
         return self.layer.adapter.factors(self.layer.module, x, grad, num)
+
+    @property
+    def index(self) -> Tensor | None:
+        """The input, if it is one of whole numbers, as that of an embedding."""
+        return None if self._x is None or self._x.is_floating_point() else self._x
 
     def finish(self, graph_stays: bool) -> None:
         """After a batch. Without the graph its input is not needed again, and must not live as long as the output."""
@@ -113,9 +118,9 @@ def _needs_input(module: nn.Module) -> bool:
     return any(p.requires_grad for name, p in module.named_parameters(recurse=False) if name != "bias")
 
 
-def not_tensors(layer: Layer, x: object, output: object) -> ValueError:
+def not_tensors(layer: Layer, x: object, output: object) -> Unseen:
     """For a layer with another signature than its adapter serves."""
-    return ValueError(
+    return Unseen(
         f"{layer} takes a {type(x).__name__} and returns a {type(output).__name__}; an adapter with factors() serves "
         "one tensor in and one out; register one with runs_again = True and factors_again()"
     )
@@ -137,9 +142,9 @@ def used_up(layer: Layer) -> RuntimeError:
     )
 
 
-def changed_in_place(layer: Layer) -> ValueError:
+def changed_in_place(layer: Layer) -> Unseen:
     """For tensors that are no longer what the layer saw."""
-    return ValueError(
+    return Unseen(
         f"what {layer} took or gave was changed in place, so that its gradients cannot be told apart; use an operation "
         "that is not in place"
     )

@@ -7,6 +7,7 @@ loop does with the loss does not change.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,52 +16,81 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cdgrab.per_example.calls import DeferredCall, InputCall, not_tensors
+from cdgrab.per_example.coverage import Coverage
 from cdgrab.per_example.engine import aside, at_end_of_pass, current_pass, graph_is_kept, register, within_transform
 from cdgrab.per_example.first_batch import FirstBatch
-from cdgrab.per_example.layers.base import LayerFactors
+from cdgrab.per_example.layers.base import LayerFactors, Unseen
 from cdgrab.per_example.passes import BackwardPass, GradientSinks, ModelPasses
-from cdgrab.per_example.plan import Layer, ParameterNames, check_factors, find_layers
+from cdgrab.per_example.plan import Layer, ParameterNames, Plan, check_factors
+from cdgrab.per_example.positions import Tables
 from cdgrab.per_example.row_builders import RowBuilder
 
 if TYPE_CHECKING:
     from cdgrab.sources.port import Port
 
+_NO_LAYER = "no watched layer uses it"
+_DIFFERS = (
+    "the gradients of single examples do not add up to that of the batch; it is used outside of its layer as well, "
+    "where it cannot be watched, or its adapter is wrong"
+)
+_HALF = (torch.float16, torch.bfloat16)
+
 
 class BatchFactors:
-    """Takes the factors of a batch layer by layer: the first batch is checked, and all are made into rows.
+    """Makes rows of the factors of a batch, layer by layer. The first batch shows what has to be left out.
 
     Args:
-        layers: Of the model.
-        trainable: Its parameters, by name.
+        plan: Of the model.
+        coverage: Keeps what is left out.
         rows: Makes rows of factors.
     """
 
-    def __init__(self, layers: list[Layer], trainable: dict[str, nn.Parameter], rows: RowBuilder) -> None:
+    def __init__(self, plan: Plan, coverage: Coverage, rows: RowBuilder) -> None:
+        self.coverage = coverage
         self._rows = rows
-        self._names = ParameterNames(layers, trainable)
-        self._first_batch = FirstBatch(trainable, self._names.late)
+        self._names = ParameterNames(plan.layers, plan.trained)
+        self._first_batch = FirstBatch(plan.trained, self._names.late)
+        self._ignored: set[str] = set()  # names of layers whose parameters are left out
+        self._is_empty = True  # whether nothing has been added to the batch under way
 
-    def add(self, layer: Layer, found: LayerFactors, num: int, share: float) -> None:
-        """Take the factors of `num` examples; every example counts as much as `share` says."""
+    def ignores(self, layer: Layer) -> bool:
+        """Whether all parameters of a layer are left out."""
+        return layer.name in self._ignored
+
+    def leave_out(self, layer: Layer, reason: str) -> None:
+        """Leave a layer out from now on; raises `ValueError` if that is not allowed, or if nothing remains."""
+        self._ignored.add(layer.name)
+        self.coverage.leave_out(self._names.of_layer(layer), reason)
+
+    def add(self, layer: Layer, found: LayerFactors, num: int, share: float, *, rough: bool) -> None:
+        """Take the factors of `num` examples. `share` scales them; `rough` ones were computed in low precision."""
         if self._first_batch.under_way:
             check_factors(layer, found, num)
         for key, factors in found.items():
-            if not layer.module.get_parameter(key).requires_grad:
-                continue
             name = self._names.of(layer, key)
+            if name is None or name in self.coverage.left_out or not layer.module.get_parameter(key).requires_grad:
+                continue
+            scaled = factors if share == 1 else factors.scaled(share)
             if self._first_batch.under_way:
-                self._first_batch.add(name, factors)
-            self._rows.add(name, factors if share == 1 else factors.scaled(share))
+                self._first_batch.add(name, factors, self._rows.alone(name, scaled), rough=rough)
+            self._rows.add(name, scaled)
+            self._is_empty = False
 
-    def finish(self) -> Tensor:
-        """The rows of the batch, which is over."""
+    def finish(self, num: int, device: torch.device) -> Tensor:
+        """The rows of the batch, which is over and has `num` examples."""
         if self._first_batch.under_way:
-            self._first_batch.finish()
-        return self._rows.finish()
+            for name, part in self._first_batch.finish().items():
+                if part is not None:
+                    self._rows.remove(name, part)
+                self.coverage.leave_out([name], _NO_LAYER if part is None else _DIFFERS)
+        self.coverage.say()
+        is_empty, self._is_empty = self._is_empty, True
+        return torch.zeros(num, self._rows.width, device=device) if is_empty else self._rows.finish()
 
     def drop(self) -> None:
-        """Forget a batch that broke off."""
+        """Forget a batch that broke off, and begin another."""
         self._rows.drop()
+        self._is_empty = True
         if self._first_batch.under_way:
             self._first_batch.begin()
 
@@ -74,24 +104,24 @@ class ExampleCapture:
 
     Args:
         port: Takes the rows, and knows how many examples a batch has.
-        model: With layers to watch.
+        plan: Says which layers are watched.
+        coverage: Keeps what is left out.
         rows: Makes rows of factors.
         mean: Whether the loss is the mean over the batch. Then gradients of a short batch are scaled down, so that
             they weigh as much as all others.
     """
 
-    def __init__(self, port: Port, model: nn.Module, rows: RowBuilder, *, mean: bool) -> None:
+    def __init__(self, port: Port, plan: Plan, coverage: Coverage, rows: RowBuilder, *, mean: bool) -> None:
         self._port, self._mean = port, mean
-        layers = find_layers(model)
-        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._factors = BatchFactors(layers, trainable, rows)
-        self._sinks = GradientSinks(list(trainable.values()))
-        self._model_passes = ModelPasses(model)
+        self._factors = BatchFactors(plan, coverage, rows)
+        self._sinks = GradientSinks(list(plan.trained.values()))
+        self._model_passes = ModelPasses()
+        self._tables = Tables()
         self._pass = BackwardPass()
         self._num = 0  # of examples in it
         self._paused = False  # whether hooks ignore what runs
-        self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward)]
-        for layer in layers:
+        self._handles: list[Any] = []
+        for layer in plan.layers:
             after = self._after_deferred if layer.adapter.runs_again else self._after_forward
             self._handles.append(layer.module.register_forward_hook(partial(after, layer), with_kwargs=True))
 
@@ -109,17 +139,23 @@ class ExampleCapture:
 
     # In the forward pass
 
-    def _before_forward(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and not self._paused and not within_transform():
+    def before_forward(self) -> None:
+        """To be called when a forward pass of the whole model begins; without it, passes are not counted."""
+        if torch.is_grad_enabled() and not self._is_blind():
             self._model_passes.forward()
+
+    def _is_blind(self) -> bool:
+        """Whether hooks have nothing to see: calls of our own, of `torch.func`, and those that are being compiled."""
+        return self._paused or within_transform() or torch.compiler.is_compiling()
 
     def _after_forward(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
         """Keep the input of a layer that needs its input and output gradient only."""
-        if self._paused or within_transform():
+        if self._is_blind():
             return
         x = args[0] if args else next(iter(kwargs.values()), None)
         if not (isinstance(x, Tensor) and isinstance(output, Tensor)):
-            raise not_tensors(layer, x, output)
+            self._factors.leave_out(layer, str(not_tensors(layer, x, output)))
+            return
         if not output.requires_grad:
             return
         call = InputCall(layer, x, output.shape)
@@ -131,10 +167,14 @@ class ExampleCapture:
     def _after_deferred(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Keep what a layer was called with that runs once more at the end of the backward pass."""
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if self._paused or within_transform() or not any(leaf.requires_grad for leaf in outputs):
+        if self._is_blind() or not any(leaf.requires_grad for leaf in outputs):
             return
-        layer.adapter.check(layer.name, module)
-        layer.adapter.check_call(args, kwargs)
+        try:
+            layer.adapter.check(layer.name, module)
+            layer.adapter.check_call(args, kwargs)
+        except ValueError as reason:
+            self._factors.leave_out(layer, str(reason))
+            return
         # The hooks must not hold on to the outputs, which hold on to them.
         call = DeferredCall(layer, args, kwargs, len(outputs))
         for number, leaf in enumerate(outputs):
@@ -147,7 +187,10 @@ class ExampleCapture:
         if self._joins_batch(call.layer, sink):
             self._pass.calls.append(call)
             with aside(grad.device):
-                self._add(call.layer, call.factors(grad, self._num))
+                layer, index = call.layer, call.index
+                if index is not None and self._tables.is_of_positions(layer.name, index, self._pass.task):
+                    self._factors.leave_out(layer, f"{layer} is called with the same positions in every batch")
+                self._add(layer, partial(call.factors, grad, self._num), [grad])
 
     def _on_deferred_gradient(self, call: DeferredCall, output: int, grad: Tensor) -> None:
         if self._joins_batch():
@@ -168,26 +211,36 @@ class ExampleCapture:
         if is_batch:
             at_end_of_pass(self._on_end_of_backward)
 
-    def _add(self, layer: Layer, found: LayerFactors) -> None:
+    def _add(self, layer: Layer, factors: Callable[[], LayerFactors], grads: list[Tensor | None]) -> None:
+        """Add the factors of a layer whose outputs have these gradients, unless it is left out."""
+        if self._factors.ignores(layer):
+            return
+        try:
+            found = factors()
+        except Unseen as reason:
+            self._factors.leave_out(layer, str(reason))
+            return
         # The mean over fewer examples gives each of them more weight.
         share = self._num / self._port.settings.batch_size if self._mean else 1.0
-        self._factors.add(layer, found, self._num, share)
+        rough = any(grad is not None and (grad.is_cuda or grad.dtype in _HALF) for grad in grads)
+        self._factors.add(layer, found, self._num, share, rough=rough)
 
     def _on_end_of_backward(self) -> None:
         ended, self._pass = self._pass, BackwardPass()
         self._model_passes.batch()
         with aside(self._sinks.device):
             self._run_again(ended.deferred)
-            rows = self._factors.finish()
+            rows = self._factors.finish(self._num, self._sinks.device)
             for call in ended.calls:
                 call.finish(ended.graph_stays)
+            self._port.covers(self._factors.coverage.share)
             self._port.observe(rows)
 
     def _run_again(self, calls: list[DeferredCall]) -> None:
         self._paused = True  # hooks must not take it for another forward pass
         try:
             for call in calls:
-                self._add(call.layer, call.factors(self._num))
+                self._add(call.layer, partial(call.factors, self._num), call.grads)
                 call.finish()
         finally:
             self._paused = False

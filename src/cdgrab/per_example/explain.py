@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cdgrab.per_example.plan import Layer, find_layers, matrices_of
+from cdgrab.per_example.coverage import Coverage
+from cdgrab.per_example.layers.base import Unseen
+from cdgrab.per_example.plan import Layer, ParameterNames, Plan, check_count, make_plan
 from cdgrab.per_example.sketch import kind_of
 from cdgrab.per_example.sketch_maps import TRANSFORM
 
@@ -29,41 +31,64 @@ class _Part(NamedTuple):
 
 
 def explain(model: nn.Module, length: int, inputs: tuple[Any, ...] = ()) -> str:
-    """A table, one line for every layer; `inputs` for the model tell how many positions there are."""
-    layers = find_layers(model)
-    matrices = matrices_of(model)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    exact = sum(p.numel() for p in model.parameters() if p.requires_grad) <= length
-    positions = _positions(model, layers, inputs) if inputs else {}
-    table = [["layer", "type", "parameters", "positions", "extra", "sketch"]]
-    for layer in layers:
-        places = positions.get(layer.name, 1)
-        trained = [p for p in layer.module.parameters() if p.requires_grad]
-        parts = [_part(p.shape, length, places, factored=names[id(p)] in matrices, exact=exact) for p in trained]
-        own = sum(3 * places * p.numel() for p in trained)
-        again = layer.adapter.runs_again
-        extra = sum(part.work for part in parts) / own + again
-        how = " and ".join(dict.fromkeys(part.how for part in parts))
-        table.append(
-            [
-                layer.name or "(the model)",
-                type(layer.module).__name__,
-                f"{layer.numel:,}",
-                str(places if inputs else "?"),
-                f"{extra:.2f}x",
-                f"runs once more; {how}" if again else how,
-            ]
-        )
+    """A table with one line for every layer, and what is left out.
+
+    Args:
+        model: The model.
+        length: Of the sketches.
+        inputs: For the model: they tell how many positions layers have, and which do not see single examples.
+    """
+    plan = make_plan(model)
+    coverage = Coverage(plan.sizes, plan.left_out, strict=False)
+    positions: dict[str, int] = {}
+    if inputs:
+        positions, unseen = _positions(model, plan.layers, inputs)
+        names = ParameterNames(plan.layers, plan.trained)
+        for layer, reason in unseen:
+            coverage.leave_out(names.of_layer(layer), reason)
+    exact = sum(shape.numel() for shape in plan.shapes.values()) <= length
+    lines = [_line(layer, plan, coverage, length, positions, exact) for layer in plan.layers]
+    table = [["layer", "type", "parameters", "positions", "extra", "sketch"], *lines]
     kept = "is no longer than a sketch, and nothing is lost" if exact else f"becomes a sketch of {length:,} numbers"
-    used = [text for how, text in _MAPS.items() if any(how in row[-1] for row in table[1:])]
     notes = [
         f"The gradient of an example {kept}.",
-        *used,
+        *[text for how, text in _MAPS.items() if any(how in line[-1] for line in lines)],
         "extra: about the time for sketches, over that of the layer's own forward and backward pass.",
+        f"{100 * coverage.share:.1f} % of the trained numbers are balanced.",
     ]
+    if coverage.left_out:
+        notes.append(coverage.reasons())
     if not inputs:
         notes.append("Without inputs every layer is taken to have one position: give a batch, explain(model, x).")
     return "\n".join([*_aligned(table), *notes])
+
+
+def _line(
+    layer: Layer, plan: Plan, coverage: Coverage, length: int, positions: dict[str, int], exact: bool
+) -> list[str]:
+    """The line of one layer."""
+    names, matrices, places = (
+        {id(p): name for name, p in plan.trained.items()},
+        plan.matrices,
+        positions.get(layer.name, 1),
+    )
+    trained = [p for p in layer.module.parameters() if p.requires_grad]
+    parts = [
+        _part(p.shape, length, places, factored=names[id(p)] in matrices, exact=exact)
+        for p in trained
+        if names[id(p)] not in coverage.left_out
+    ]
+    again = layer.adapter.runs_again
+    extra = sum(part.work for part in parts) / sum(3 * places * p.numel() for p in trained) + again
+    how = " and ".join(dict.fromkeys(part.how for part in parts))
+    return [
+        layer.name or "(the model)",
+        type(layer.module).__name__,
+        f"{layer.numel:,}",
+        str(positions.get(layer.name, "?")),
+        f"{extra:.2f}x" if parts else "",
+        f"runs once more; {how}" if again and parts else how or "left out",
+    ]
 
 
 def _part(shape: torch.Size, length: int, positions: int, *, factored: bool, exact: bool) -> _Part:
@@ -88,9 +113,12 @@ def _aligned(table: list[list[str]]) -> list[str]:
     ]
 
 
-def _positions(model: nn.Module, layers: list[Layer], inputs: tuple[Any, ...]) -> dict[str, int]:
-    """Outputs in time or space for each example, by layer, from one forward pass."""
+def _positions(
+    model: nn.Module, layers: list[Layer], inputs: tuple[Any, ...]
+) -> tuple[dict[str, int], list[tuple[Layer, str]]]:
+    """Outputs in time or space for each example, by layer, and layers that do not see examples, from one run."""
     found: dict[str, int] = {}
+    unseen: list[tuple[Layer, str]] = []
     num = next(len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
 
     def note(layer: Layer, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
@@ -98,6 +126,10 @@ def _positions(model: nn.Module, layers: list[Layer], inputs: tuple[Any, ...]) -
         if isinstance(output, Tensor):
             channels = output.shape[1 if layer.adapter.channels_first else -1]
             found[layer.name] = max(1, output.numel() // (num * channels))
+            try:
+                check_count(layer, [output], num)
+            except Unseen as reason:
+                unseen.append((layer, str(reason)))
 
     handles = [layer.module.register_forward_hook(partial(note, layer)) for layer in layers]
     try:
@@ -107,4 +139,4 @@ def _positions(model: nn.Module, layers: list[Layer], inputs: tuple[Any, ...]) -
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return found, unseen

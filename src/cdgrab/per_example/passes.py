@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from cdgrab.per_example.calls import DeferredCall, InputCall, counted_twice
 from cdgrab.per_example.engine import gets_gradient
-from cdgrab.per_example.layers.norms import check_mixing, mixing_layers
 from cdgrab.per_example.plan import Layer
 
 
@@ -78,17 +77,14 @@ class GradientSinks:
 
 
 class ModelPasses:
-    """Passes through the whole model: forward ones are checked, and batches must not outnumber them."""
+    """Passes through the whole model: batches must not outnumber forward ones."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._mixing = mixing_layers(model)
+    def __init__(self) -> None:
         self._forwards = self._batches = 0
 
     def forward(self) -> None:
         """A forward pass begins."""
         self._forwards += 1
-        for name, module in self._mixing:
-            check_mixing(name, module)
 
     def batch(self) -> None:
         """A backward pass that was a batch ends."""

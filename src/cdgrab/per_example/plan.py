@@ -1,15 +1,15 @@
-"""Which layers of a model are watched, and which models are refused, with the remedy."""
+"""Which layers of a model are watched, and which of its parameters are left out because none of them shows them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from cdgrab.per_example.layers import adapter_of
-from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors
-from cdgrab.per_example.layers.norms import check_mixing, mixing_layers
+from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors, Unseen
 
 
 @dataclass(frozen=True)
@@ -22,48 +22,90 @@ class Layer:
     numel: int
 
     def __str__(self) -> str:
-        return f"layer {self.name!r} ({type(self.module).__name__})"
+        return described(self.name, self.module)
 
 
-def find_layers(model: nn.Module) -> list[Layer]:
-    """The layers of a model; raises `ValueError` for what cannot be served, with the remedy."""
-    if hasattr(model, "_orig_mod"):  # torch.compile's; asking for its class would import all of the compiler
-        raise ValueError(
-            "the model is compiled, which leaves no layers to watch; attach the model itself, and compile its parts "
-            "or not at all"
-        )
-    for name, module in mixing_layers(model):
-        check_mixing(name, module)
+@dataclass(frozen=True)
+class Plan:
+    """What is watched of a model.
+
+    Attributes:
+        layers: The layers to watch.
+        trained: All trainable parameters, by name.
+        left_out: Why a parameter cannot be balanced, by name, where that is known before training begins.
+    """
+
+    layers: list[Layer]
+    trained: dict[str, nn.Parameter]
+    left_out: dict[str, str]
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the parameters that are balanced, in the order of the model."""
+        return {name: p.shape for name, p in self.trained.items() if name not in self.left_out}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers of each trained parameter."""
+        return {name: p.numel() for name, p in self.trained.items()}
+
+    @property
+    def matrices(self) -> set[str]:
+        """Names of the parameters whose gradients come as factors of a matrix, not as rows."""
+        names = {id(parameter): name for name, parameter in self.trained.items()}
+        keys = [(layer.module, key) for layer in self.layers for key in layer.adapter.matrices(layer.module)]
+        found = {names.get(id(module.get_parameter(key))) for module, key in keys}
+        return {name for name in found if name is not None}
+
+
+def make_plan(model: nn.Module) -> Plan:
+    """The layers to watch, and what is left out. Nothing is raised, even if nothing can be watched."""
     layers: list[Layer] = []
-    inside: list[str] = []  # prefixes of modules that are watched as a whole
+    reasons: dict[int, str] = {}  # by parameter
+    inside: list[str] = []  # prefixes of modules that are watched, or left out, as a whole
     for name, module in model.named_modules():
         if any(name.startswith(prefix) for prefix in inside):
             continue
         adapter = adapter_of(module)
-        owned = [p for p in module.parameters(recurse=adapter.is_whole) if p.requires_grad]
+        is_whole, reason = _is_compiled(module), None
+        if is_whole:
+            reason = f"{described(name, module)} is compiled, which leaves no layers to watch"
+        is_whole = is_whole or adapter.is_whole
+        owned = [p for p in module.parameters(recurse=is_whole) if p.requires_grad]
+        if is_whole:
+            inside.append(f"{name}." if name else "")
         if not owned:
             continue
-        if adapter.runs_again and not adapter.is_whole and any(True for _ in module.children()):
-            names = ", ".join(repr(key) for key, p in module.named_parameters(recurse=False) if p.requires_grad)
-            raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) has layers inside and uses the parameter {names} "
-                "itself, where it cannot be watched; move it into a layer of its own (an Embedding, say), or freeze it"
-            )
+        reason = reason or _reason_against(name, module, adapter)
+        if reason is None:
+            layers.append(Layer(name, module, adapter, sum(p.numel() for p in owned)))
+        else:
+            reasons |= {id(parameter): reason for parameter in owned}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    left_out = {name: reasons[id(p)] for name, p in trained.items() if id(p) in reasons}
+    return Plan(layers, trained, left_out)
+
+
+def described(name: str, module: nn.Module) -> str:
+    """What messages call a module."""
+    return f"layer {name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # By attribute: asking for the class would import the compiler.
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _reason_against(name: str, module: nn.Module, adapter: LayerAdapter) -> str | None:
+    """Why the parameters of a module cannot be watched; None if they can."""
+    has_layers_inside = any(True for child in module.children() for _ in child.parameters())
+    if adapter.runs_again and not adapter.is_whole and has_layers_inside:
+        return f"{described(name, module)} has layers inside and uses these itself, where they cannot be watched"
+    try:
         adapter.check(name, module)
-        if adapter.is_whole:
-            inside.append(f"{name}." if name else "")
-        layers.append(Layer(name, module, adapter, sum(p.numel() for p in owned)))
-    if not layers:
-        raise ValueError("the model has no trainable parameter; there is no gradient to order by")
-    return layers
-
-
-def matrices_of(model: nn.Module) -> set[str]:
-    """Names of the trainable parameters whose gradients come as factors of a matrix, not as rows."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    modules = [(layer.module, layer.adapter.matrices(layer.module)) for layer in find_layers(model)]
-    matrices = [module.get_parameter(key) for module, keys in modules for key in keys]
-    return {names[id(parameter)] for parameter in matrices if parameter.requires_grad}
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 class ParameterNames:
@@ -81,15 +123,13 @@ class ParameterNames:
         # Those whose gradients are found at the end of the pass.
         self.late = {name for (layer_name, _), name in self._names.items() if layer_name in again}
 
-    def of(self, layer: Layer, key: str) -> str:
-        """The name in the model of a layer's parameter."""
-        name = self._names.get((layer.name, key))
-        if name is None:
-            raise ValueError(
-                f"{key!r} of {layer} was frozen when the model was attached and is trained now; call "
-                "detach(), and attach the model again"
-            )
-        return name
+    def of(self, layer: Layer, key: str) -> str | None:
+        """The name in the model of a layer's parameter; None if it was frozen when the layers were found."""
+        return self._names.get((layer.name, key))
+
+    def of_layer(self, layer: Layer) -> list[str]:
+        """The names in the model of all parameters of a layer."""
+        return [name for (layer_name, _), name in self._names.items() if layer_name == layer.name]
 
 
 def check_count(layer: Layer, grads: Sequence[Tensor | None], num: int) -> None:
@@ -98,7 +138,7 @@ def check_count(layer: Layer, grads: Sequence[Tensor | None], num: int) -> None:
     length = shape[layer.adapter.example_dim(output)]
     flattened = layer.adapter.takes_flattened and len(shape) == 2 and length % num == 0
     if length != num and not flattened:
-        raise ValueError(
+        raise Unseen(
             f"{layer} has outputs of shape {tuple(shape)}, but the batch has {num} examples; examples must come first "
             "in every layer (batch_first=True; positions of an Embedding expanded to one row for each example)"
         )

@@ -257,6 +257,11 @@ class Folding:
         joined *= self._signs_of(names, joined)
         return torch.unflatten(joined, 1, (-1, self._length)).sum(1)
 
+    def alone(self, name: str, rows_ND: Tensor) -> Tensor:
+        """`N x k`: the rows of one parameter, folded; nothing waits."""
+        padded = torch.nn.functional.pad(rows_ND * self.signs[name].to(rows_ND), self._margins[name])
+        return torch.unflatten(padded, 1, (-1, self._length)).sum(1)
+
     def drop(self) -> None:
         """Forget what waits."""
         self._names, self._rows, self._waiting = [], [], 0

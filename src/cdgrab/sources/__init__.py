@@ -32,7 +32,7 @@ def find_source(source: str | GradientSource, options: Mapping[str, Any]) -> Gra
 
     Example:
         >>> find_source("sketch", {"length": 256})
-        SketchSource(reduction='mean', length=256)
+        SketchSource(reduction='mean', length=256, strict=False)
     """
     if not isinstance(source, str):
         if not callable(getattr(source, "attach", None)) or isinstance(source, type):

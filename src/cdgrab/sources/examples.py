@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cdgrab.intake import Sketched
 from cdgrab.per_example.capture import ExampleCapture
-from cdgrab.per_example.plan import matrices_of
+from cdgrab.per_example.coverage import Coverage
+from cdgrab.per_example.layers.norms import mixing_layers
+from cdgrab.per_example.plan import Plan, make_plan
 from cdgrab.per_example.row_builders import SketchedRows, WholeRows
 from cdgrab.per_example.sketch import DEFAULT_LENGTH, Sketch, checked_length
+from cdgrab.sources.follow import FollowedModel
 from cdgrab.sources.port import Attachment, Port
 from cdgrab.sources.wrappers import check_same_model, is_fully_sharded, unwrapped
+
+log = logging.getLogger("cdgrab")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +29,11 @@ class PerExampleSource:
 
     Args:
         reduction: What the loss does with the batch.
+        strict: Whether a parameter that cannot be balanced is an error. If not it is left out, with a warning.
     """
 
     reduction: Literal["mean", "sum"] = "mean"
+    strict: bool = False
 
     def __post_init__(self) -> None:
         _check_reduction(self.reduction)
@@ -34,8 +41,14 @@ class PerExampleSource:
     def attach(self, port: Port, model: nn.Module) -> Attachment:
         """Watch the layers of a model."""
         watched = _watched(port, model, "per_example")
-        port.expect(None)
-        return ExampleCapture(port, watched, WholeRows(_shapes(watched)), mean=self.reduction == "mean")
+
+        def watch(anew: bool) -> ExampleCapture:
+            plan, coverage = _planned(watched, self.strict)
+            port.expect(None, anew=anew)
+            mean = self.reduction == "mean"
+            return ExampleCapture(port, plan, coverage, WholeRows(plan.shapes), mean=mean)
+
+        return FollowedModel(port, watched, watch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +58,12 @@ class SketchSource:
     Args:
         reduction: What the loss does with the batch.
         length: Numbers of a sketch, a power of two. Longer ones are closer to exact, and cost more.
+        strict: Whether a parameter that cannot be balanced is an error. If not it is left out, with a warning.
     """
 
     reduction: Literal["mean", "sum"] = "mean"
     length: int = DEFAULT_LENGTH
+    strict: bool = False
 
     def __post_init__(self) -> None:
         _check_reduction(self.reduction)
@@ -57,9 +72,15 @@ class SketchSource:
     def attach(self, port: Port, model: nn.Module) -> Attachment:
         """Watch the layers of a model."""
         watched = _watched(port, model, "sketch", length=self.length)
-        sketch = Sketch(_shapes(watched), matrices_of(watched), self.length, port.settings.seed)
-        port.expect(Sketched(sketch.length, sketch.watched))
-        return ExampleCapture(port, watched, SketchedRows(sketch), mean=self.reduction == "mean")
+
+        def watch(anew: bool) -> ExampleCapture:
+            plan, coverage = _planned(watched, self.strict)
+            sketch = Sketch(plan.shapes, plan.matrices, self.length, port.settings.seed)
+            port.expect(Sketched(sketch.length, sketch.watched), anew=anew)
+            mean = self.reduction == "mean"
+            return ExampleCapture(port, plan, coverage, SketchedRows(sketch), mean=mean)
+
+        return FollowedModel(port, watched, watch)
 
 
 def _watched(port: Port, model: nn.Module, source: str, length: int | None = None) -> nn.Module:
@@ -79,8 +100,20 @@ def _watched(port: Port, model: nn.Module, source: str, length: int | None = Non
     return watched
 
 
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+def _planned(model: nn.Module, strict: bool) -> tuple[Plan, Coverage]:
+    """What is watched of a model; raises `ValueError` if that is nothing."""
+    plan = make_plan(model)
+    if not plan.trained:
+        raise ValueError("the model has no trainable parameter; there is no gradient to order by")
+    mixing = [name for name, module in mixing_layers(model) if module.training]
+    if mixing:
+        log.info(
+            "%d layers of batch normalisation (%s, ...) mix the examples of a batch; what layers see of each example "
+            "is balanced",
+            len(mixing),
+            mixing[0],
+        )
+    return plan, Coverage(plan.sizes, plan.left_out, strict=strict)
 
 
 def _check_reduction(reduction: str) -> None:

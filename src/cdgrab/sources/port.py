@@ -72,14 +72,20 @@ class Port(Protocol):
         """What takes slices of the gradients of all ranks; None if whole rows are wanted."""
 
     @property
+    def at_start(self) -> bool:
+        """Whether nothing of the epoch has been observed."""
+
+    @property
     def is_over(self) -> bool:
         """Whether the epoch has been observed, and its end is still due."""
 
     def examples_due(self) -> int:
         """How many examples the batch under way has, if units are single examples."""
 
-    def expect(self, sketched: Sketched | None) -> None:
+    def expect(self, sketched: Sketched | None, *, anew: bool = False) -> None:
         """Rows that come from now on are whole (None) or sketches. No collective is started.
+
+        With `anew` they are of other parameters than before, even if their form is the same.
 
         Within an epoch they stay what they are. Between epochs the draws of the rule go on.
         """
@@ -92,6 +98,9 @@ class Port(Protocol):
 
     def end_epoch_if_due(self) -> None:
         """To be called where all ranks come by: ending an epoch takes collectives."""
+
+    def covers(self, share: float) -> None:
+        """Say which share of the trained numbers is balanced; 1 if nothing is said."""
 
     def timed(self) -> AbstractContextManager[None]:
         """What is done in here counts as time spent on ordering."""

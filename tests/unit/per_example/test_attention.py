@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from _inputs import randn
 from _models import factors_of, one_by_one, rows_of
 from cdgrab.factors import Matrix
-from cdgrab.per_example.plan import matrices_of
+from cdgrab.per_example.plan import make_plan
 
 NUM, LENGTH, WIDTH = 5, 7, 8
 
@@ -123,6 +123,6 @@ def test_projections_of_one_input_are_one_matrix() -> None:
 
 def test_projections_are_sketched_from_factors() -> None:
     net = nn.Sequential(nn.MultiheadAttention(8, 2, batch_first=True))
-    assert matrices_of(net) == {"0.in_proj_weight", "0.out_proj.weight"}
+    assert make_plan(net).matrices == {"0.in_proj_weight", "0.out_proj.weight"}
     own_keys = nn.Sequential(nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True))
-    assert matrices_of(own_keys) == set()
+    assert make_plan(own_keys).matrices == set()

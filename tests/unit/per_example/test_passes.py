@@ -22,9 +22,9 @@ def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def attached(model: nn.Module, source: str = "per_example", **options: Any) -> Ordering:
+def attached(model: nn.Module, source: str = "per_example", *, strict: bool = False, **options: Any) -> Ordering:
     ordering = Ordering(40, batch_size=4, unit_size=1, lanes=4, **options)
-    ordering.attach(model, source=source)
+    ordering.attach(model, source=source, strict=strict)
     return ordering
 
 
@@ -148,7 +148,7 @@ class Shift(nn.Module):
 
 def test_an_input_of_a_layer_that_runs_again_may_not() -> None:
     layers = nn.ModuleList([nn.Linear(3, 5), Shift()])
-    attached(layers)
+    attached(layers, strict=True)
     hidden = layers[0](randn(4, 3))
     loss = layers[1](hidden).square().mean()
     hidden.add_(1.0)

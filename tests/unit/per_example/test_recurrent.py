@@ -124,7 +124,7 @@ def test_no_random_number_is_drawn() -> None:
 def test_sequences_that_are_no_batch_are_refused() -> None:
     net, (x, _) = reader("lstm", "one layer", "outputs"), data()
     ordering = Ordering(14, batch_size=7, unit_size=1)
-    ordering.attach(net, source="per_example")
+    ordering.attach(net, source="per_example", strict=True)
     packed = nn.utils.rnn.pack_padded_sequence(x[:3], torch.tensor([7, 5, 2]), batch_first=True)
     for sequences in (x[0], packed):
         with pytest.raises(ValueError, match="packed or single sequence"):
@@ -233,7 +233,7 @@ def test_dropout_that_begins_later_is_refused() -> None:
     net, (x, y) = Reader(nn.LSTM(4, 6, 2, dropout=0.3, batch_first=True), "outputs").double(), data()
     net.eval()
     ordering = Ordering(2 * NUM, batch_size=NUM, unit_size=1)
-    ordering.attach(net, source="per_example")
+    ordering.attach(net, source="per_example", strict=True)
     cross_entropy(net(x), y).backward()
     net.train()
     with pytest.raises(ValueError, match=r"layer 'recurrent' \(LSTM\) has dropout inside"):

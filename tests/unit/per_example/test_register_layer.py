@@ -108,7 +108,7 @@ def test_a_registration_replaces_the_one_before_for_this_class_only() -> None:
 def test_refusals_are_said_at_the_start() -> None:
     cdgrab.register_layer(MyLinear)(LinearOfMine)
     with pytest.raises(ValueError, match="layer '0' has one output; give it two"):
-        rows_of(nn.Sequential(MyLinear(6, 1)), randn(4, 6), torch.arange(4))
+        rows_of(nn.Sequential(MyLinear(6, 1)), randn(4, 6), torch.arange(4), strict=True)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,14 @@ def test_refusals_are_said_at_the_start() -> None:
         ({"weight": cdgrab.factors.Rows(torch.ones(8, 7))}, "for 8 examples x 7 numbers; expected 8 x 6"),
         ({"weight": cdgrab.factors.Summed(torch.ones(4, 2, 6))}, "for 4 examples x 6 numbers; expected 8 x 6"),
         (torch.ones(8, 6), "returned a Tensor; expected a dict of factors"),
-        ({}, "do not add up to that of the batch for the parameter '0.weight'"),
+        ({}, "0.weight cannot be balanced: no watched layer uses it"),
     ],
 )
 def test_factors_that_do_not_fit(found: Any, message: str) -> None:
     model, x, y = data()
     cdgrab.register_layer(MyScale)(lambda module, x, grad, num: found)
     with pytest.raises(ValueError, match=message):
-        rows_of(model, x, y)
+        rows_of(model, x, y, strict=True)
 
 
 def test_layers_with_another_signature() -> None:

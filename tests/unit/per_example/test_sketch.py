@@ -15,7 +15,7 @@ from _models import MODELS, Catching, build, rows_of, source_of
 from cdgrab import Ordering
 from cdgrab.balancing.tally import WITNESS_SHARE
 from cdgrab.factors import Lookup
-from cdgrab.per_example.plan import matrices_of
+from cdgrab.per_example.plan import make_plan
 from cdgrab.per_example.sketch import Sketch, checked_length
 from cdgrab.per_example.sketch_maps import MOST_FEATURES, TRANSFORM, Paired, Spread
 from cdgrab.per_example.sketch_reference import projection
@@ -62,7 +62,7 @@ def test_they_are_those_of_the_reference(
 ) -> None:
     monkeypatch.setattr("cdgrab.per_example.sketch.SPREAD_ENTRIES", 1 if kind == "paired" else 48)
     model, x, y = built(name, dtype)
-    shapes, matrices = shapes_of(model), matrices_of(model)
+    shapes, matrices = shapes_of(model), make_plan(model).matrices
     rows = rows_of(model, x, y).double()
     found = rows_of(model, x, y, source="sketch", length=length, seed=3).double()
     expected = rows @ projection(shapes, matrices, length, 3)
@@ -129,7 +129,7 @@ def test_a_gradient_that_is_no_longer_than_a_sketch_loses_nothing(name: str) -> 
     rows = rows_of(model, x, y)
     short = rows_of(model, x, y, source="sketch", length=8192)
     torch.testing.assert_close(short @ short.T, rows @ rows.T)
-    sketch = Sketch(shapes_of(model), matrices_of(model), 8192, 0)
+    sketch = Sketch(shapes_of(model), make_plan(model).matrices, 8192, 0)
     assert (sketch.watched, sketch.paired, sketch.spread) == (0, {}, {})
 
 

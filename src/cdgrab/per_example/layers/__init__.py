@@ -18,8 +18,8 @@ from cdgrab.per_example.layers.attention import AttentionAdapter
 from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors
 from cdgrab.per_example.layers.convolution import ConvolutionAdapter
 from cdgrab.per_example.layers.embedding import EmbeddingAdapter
-from cdgrab.per_example.layers.linear import LinearAdapter
-from cdgrab.per_example.layers.norms import GroupNormAdapter, LayerNormAdapter
+from cdgrab.per_example.layers.linear import LinearAdapter, TransposedLinearAdapter
+from cdgrab.per_example.layers.norms import BatchNormAdapter, GroupNormAdapter, LayerNormAdapter, OtherBatchNorm
 from cdgrab.per_example.layers.recurrent import RecurrentAdapter
 from cdgrab.per_example.layers.unknown import OneByOne
 
@@ -34,15 +34,19 @@ _ADAPTERS: dict[type[nn.Module], LayerAdapter] = {
     nn.RMSNorm: LayerNormAdapter(),
     nn.GroupNorm: GroupNormAdapter(),
     nn.MultiheadAttention: AttentionAdapter(),
+    nn.SyncBatchNorm: OtherBatchNorm(),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), BatchNormAdapter()),
     **dict.fromkeys((nn.Conv1d, nn.Conv2d), ConvolutionAdapter()),
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN, nn.RNNBase), RecurrentAdapter()),
 }
+# Layers of other packages, which are not imported to find out.
+_BY_NAME = {"transformers.pytorch_utils.Conv1D": TransposedLinearAdapter()}
 
 
 def adapter_of(module: nn.Module) -> LayerAdapter:
     """The adapter that serves a module. One for a class serves its subclasses by its fallback only."""
     for kind in type(module).__mro__:
-        adapter = _ADAPTERS.get(kind)
+        adapter = _ADAPTERS.get(kind) or _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
         if adapter is not None:
             taken = kind is type(module) and adapter.takes(module)
             return adapter if taken else adapter.fallback or _ANY

@@ -11,6 +11,11 @@ from torch.utils._pytree import tree_map_only
 
 from cdgrab.factors import Factors
 
+
+class Unseen(ValueError):
+    """A layer does not show the gradients of single examples; the message says why. Its parameters are left out."""
+
+
 LayerFactors = dict[str, Factors]  # by the name of the parameter in the layer
 T = TypeVar("T")
 
@@ -38,10 +43,10 @@ class LayerAdapter:
         return self.parameters is None or {name for name, _ in module.named_parameters()} <= set(self.parameters)
 
     def check(self, name: str, module: Any) -> None:
-        """Raise `ValueError`, with the remedy, for a module that cannot be served in its present state."""
+        """Raise `ValueError`, with the remedy, for a module that cannot be served: its parameters are left out."""
 
     def check_call(self, args: Any, kwargs: Any) -> None:
-        """Raise `ValueError`, with the remedy, for arguments that cannot be served."""
+        """Raise `ValueError`, with the remedy, for arguments that cannot be served: its parameters are left out."""
 
     def matrices(self, module: Any) -> Collection[str]:  # noqa: ARG002
         """Names of the parameters whose gradients come as factors of a matrix, not as rows."""

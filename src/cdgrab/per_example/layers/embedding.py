@@ -10,13 +10,9 @@ from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors
 
 
 class EmbeddingAdapter(LayerAdapter):
-    """Serves `Embedding`, unless its gradients are sparse or scaled, or its rows renormalised."""
+    """Serves `Embedding`."""
 
     parameters = ("weight",)
-
-    def takes(self, module: nn.Embedding) -> bool:
-        unusual = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-        return not unusual and super().takes(module)
 
     def matrices(self, module: nn.Embedding) -> tuple[str, ...]:  # noqa: ARG002
         return ("weight",)
@@ -25,4 +21,6 @@ class EmbeddingAdapter(LayerAdapter):
         index_NT, b_NTq = x.reshape(num, -1), grad.reshape(num, -1, grad.shape[-1])
         if module.padding_idx is not None:
             b_NTq = torch.where((index_NT == module.padding_idx)[..., None], 0.0, b_NTq)
+        if module.scale_grad_by_freq:  # by how often the batch has each index
+            b_NTq = b_NTq / torch.bincount(index_NT.flatten(), minlength=module.num_embeddings)[index_NT][..., None]
         return {"weight": Lookup(index_NT, b_NTq, module.num_embeddings)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from cdgrab.factors import Matrix, Summed, by_example
@@ -26,3 +28,11 @@ class LinearAdapter(LayerAdapter):
     def factors(self, module: nn.Linear, x: Tensor, grad: Tensor, num: int) -> LayerFactors:
         a_NTp, b_NTq = by_example(x, num), by_example(grad, num)
         return {"weight": Matrix(a_NTp, b_NTq), **({} if module.bias is None else {"bias": Summed(b_NTq)})}
+
+
+class TransposedLinearAdapter(LinearAdapter):
+    """Serves `Conv1D` of the transformers package: a linear layer whose weight is stored as inputs x outputs."""
+
+    def factors(self, module: Any, x: Tensor, grad: Tensor, num: int) -> LayerFactors:  # noqa: ARG002
+        a_NTp, b_NTq = by_example(x, num), by_example(grad, num)
+        return {"weight": Matrix(b_NTq, a_NTp), "bias": Summed(b_NTq)}

@@ -1,4 +1,8 @@
-"""Norms: gradients small enough to be formed. Batch normalisation is refused in training."""
+"""Norms: gradients small enough to be formed.
+
+Batch normalisation mixes the examples of a batch in training, so that none has a gradient of its own. What its layer
+saw of every example still adds up to the gradient of the batch, and that is what is balanced.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,36 @@ class GroupNormAdapter(LayerAdapter):
         normed = F.group_norm(x, module.num_groups, eps=module.eps)
         grad_NcT, scaled_NcT = (part.reshape(*part.shape[:2], -1) for part in (grad, normed * grad))
         return {"weight": Rows(scaled_NcT.sum(2)), "bias": Rows(grad_NcT.sum(2))}
+
+
+class OtherBatchNorm(OneByOne):
+    """Serves batch normalisation of any other kind, such as `SyncBatchNorm`, but not in training."""
+
+    channels_first = True
+
+    def check(self, name: str, module: Any) -> None:
+        if module.training:
+            raise ValueError(
+                f"layer {name!r} ({type(module).__name__}) takes statistics of examples that it does not see; use "
+                "BatchNorm, or put the layer into eval mode"
+            )
+
+
+class BatchNormAdapter(LayerAdapter):
+    """Serves `BatchNorm1d`, `BatchNorm2d` and `BatchNorm3d`, with statistics of the batch or running ones."""
+
+    channels_first = takes_flattened = True
+    parameters = ("weight", "bias")
+    fallback = OtherBatchNorm()
+
+    def factors(self, module: nn.BatchNorm2d, x: Tensor, grad: Tensor, num: int) -> LayerFactors:
+        of_batch = module.training or module.running_mean is None
+        mean, var = (None, None) if of_batch else (module.running_mean, module.running_var)
+        normed = F.batch_norm(x, mean, var, training=of_batch, momentum=0.0, eps=module.eps)
+        parts = {"weight": normed * grad, "bias": grad}
+        if grad.ndim == 2:
+            return {name: Summed(part.reshape(num, -1, part.shape[1])) for name, part in parts.items()}
+        return {name: Rows(part.flatten(2).sum(2)) for name, part in parts.items()}
 
 
 def mixing_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

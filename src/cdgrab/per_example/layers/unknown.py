@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from cdgrab.factors import Rows
-from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors, widened
+from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors, Unseen, widened
 
 
 class OneByOne(LayerAdapter):
@@ -52,8 +52,12 @@ class OneByOne(LayerAdapter):
             return gradient
 
         examples = [leaf.unflatten(0, (num, -1)) for leaf, is_mapped in zip(leaves, mapped, strict=True) if is_mapped]
-        with _kernels_for_vmap():
-            rows = vmap(pullback)(examples, cotangents)
+        try:
+            with _kernels_for_vmap():
+                rows = vmap(pullback)(examples, cotangents)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            first_line = str(error).partition("\n")[0]
+            raise Unseen(f"{type(module).__name__} cannot run example by example: {first_line}") from error
         return {name: Rows(row.flatten(1)) for name, row in rows.items()}
 
     def args_of_one(self, module: Any, args: Any) -> Any:  # noqa: ARG002
