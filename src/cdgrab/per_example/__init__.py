@@ -1,1 +1,1 @@
-"""Gradients of single examples: from what layers saw (factors) to rows, whole or short."""
+"""Gradients of single examples: factors from the layers of a model, made into whole rows or sketches."""

@@ -1,4 +1,4 @@
-"""Calls of layers in a forward pass, kept until the gradients of their outputs come, and what is refused then."""
+"""Captured calls of layers: they keep inputs until the output gradients arrive, then return factors, or refuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cdgrab.per_example.plan import Layer, check_count
 
 
 class InputCall:
-    """One call of a layer that needs its input and output gradient only. The input must not change in between."""
+    """One call of a layer whose factors follow from its input and output gradient. The input must not change before."""
 
     __slots__ = ("_counted", "_shape", "_version", "_x", "layer")
 
@@ -22,10 +22,10 @@ class InputCall:
         self.layer, self._shape = layer, shape
         self._x: Tensor | None = x
         self._version = x._version
-        self._counted = False  # whether it was part of a batch
+        self._counted = False  # whether it was part of a counted batch
 
     def factors(self, grad: Tensor, num: int) -> LayerFactors:
-        """Factors for `num` examples, now that the gradient of the output has come."""
+        """The factors for `num` examples, from the gradient of the output."""
         x, grad = self._input(), grad.reshape(self._shape)
         if len(grad) != num:
             check_count(self.layer, [grad], num)
@@ -39,7 +39,7 @@ class InputCall:
         return None if self._x is None or self._x.is_floating_point() else self._x
 
     def finish(self, graph_stays: bool) -> None:
-        """After a batch. Without the graph its input is not needed again, and must not live as long as the output."""
+        """Mark the call as counted. Without the graph, free its input, which would live as long as the output."""
         self._counted = True
         if not graph_stays:
             self._x = None
@@ -56,36 +56,36 @@ class InputCall:
 
 @dataclass(eq=False)
 class DeferredCall:
-    """One call of a layer that runs once more at the end of the pass; gradients of its outputs come one by one."""
+    """One call of a layer that runs again at the end of the backward pass; its output gradients come one by one."""
 
     layer: Layer
     args: Any
     kwargs: Any
     num_outputs: int
     grads: list[Tensor | None] = field(default_factory=list)
-    used_up: bool = False  # whether there can be no other backward pass
-    counted: bool = False  # whether it was part of a batch
+    used_up: bool = False  # whether the graph is freed, so that no other backward pass can follow
+    counted: bool = False  # whether it was part of a counted batch
 
     def __post_init__(self) -> None:
-        # The caller may refill a buffer of its own before the pass is over.
+        # The caller may refill a buffer of its own before the pass ends.
         self.args, self.kwargs = _copied((self.args, self.kwargs))
         self._versions = self._current_versions()
 
     def start(self) -> None:
-        """The first gradient of a pass has come; those of another pass do not count."""
+        """Begin a pass with its first gradient; gradients of an earlier pass are dropped."""
         if self.counted:
             raise counted_twice()
         self.grads = [None] * self.num_outputs
 
     def factors(self, num: int) -> LayerFactors:
-        """Factors for `num` examples, once the gradients of all outputs have come."""
+        """The factors for `num` examples, once the gradients of all outputs have come."""
         if self._versions != self._current_versions():
             raise changed_in_place(self.layer)
         check_count(self.layer, self.grads, num)
         return self.layer.adapter.factors_again(self.layer.module, self.args, self.kwargs, widened(self.grads), num)
 
     def finish(self) -> None:
-        """After a batch."""
+        """Mark the call as counted; free its arguments if the graph is freed."""
         self.counted = True
         if self.used_up:
             self.args, self.kwargs = (), {}
@@ -95,11 +95,11 @@ class DeferredCall:
 
 
 def _copied(tree: Any) -> Any:
-    """With copies of tensors that the caller holds; one that is shared is copied once."""
+    """The tree, with tensors that the caller may overwrite copied; a shared one is copied once."""
     copies: dict[int, Tensor] = {}
 
     def copied(leaf: Tensor) -> Tensor:
-        if not _is_from_outside(leaf):
+        if not _caller_may_overwrite(leaf):
             return leaf
         if id(leaf) not in copies:
             copies[id(leaf)] = leaf.clone()
@@ -108,18 +108,18 @@ def _copied(tree: Any) -> Any:
     return tree_map_only(Tensor, copied, tree)
 
 
-def _is_from_outside(x: Tensor) -> bool:
-    """Whether the caller holds it, or the tensor it is a view of: a reused buffer, a trained parameter."""
+def _caller_may_overwrite(x: Tensor) -> bool:
+    """Whether the caller may overwrite it: it, or the tensor it is a view of, is a leaf (a buffer, a parameter)."""
     return x.is_leaf or (x._is_view() and x._base is not None and x._base.is_leaf)
 
 
 def _needs_input(module: nn.Module) -> bool:
-    """Whether more than a bias is trained, whose gradient does not depend on the input."""
+    """Whether more than the bias is trained: the gradient of a bias does not depend on the input."""
     return any(p.requires_grad for name, p in module.named_parameters(recurse=False) if name != "bias")
 
 
 def not_tensors(layer: Layer, x: object, output: object) -> Unseen:
-    """For a layer with another signature than its adapter serves."""
+    """The error for a layer whose signature its adapter does not serve."""
     return Unseen(
         f"{layer} takes a {type(x).__name__} and returns a {type(output).__name__}; an adapter with factors() serves "
         "one tensor in and one out; register one with runs_again = True and factors_again()"
@@ -127,15 +127,15 @@ def not_tensors(layer: Layer, x: object, output: object) -> Unseen:
 
 
 def counted_twice() -> ValueError:
-    """For a graph that was kept, or passes that nobody asked for."""
+    """The error for a batch that would be counted twice."""
     return ValueError(
-        "there was a second backward pass after one forward pass, and a batch is counted for each; add the losses up "
+        "there was a second backward pass after one forward pass, and each would count as a batch; add the losses up "
         "and call backward() once; with activation checkpointing use use_reentrant=False"
     )
 
 
 def used_up(layer: Layer) -> RuntimeError:
-    """For a graph that has been freed; PyTorch itself would say so a little later."""
+    """The error for a graph that has been freed; PyTorch itself would raise a little later."""
     return RuntimeError(
         f"a backward pass goes through {layer} for the second time, and the first was not called with "
         "retain_graph=True; add the losses up and call backward() once"
@@ -143,8 +143,8 @@ def used_up(layer: Layer) -> RuntimeError:
 
 
 def changed_in_place(layer: Layer) -> Unseen:
-    """For tensors that are no longer what the layer saw."""
+    """The error for tensors that changed after the layer ran."""
     return Unseen(
-        f"what {layer} took or gave was changed in place, so that its gradients cannot be told apart; use an operation "
-        "that is not in place"
+        f"an input or output of {layer} was changed in place, so the gradients of its examples are lost; use an "
+        "operation that is not in place"
     )

@@ -1,8 +1,8 @@
-"""Single examples from an ordinary training loop: hooks on the layers of a model, read during `backward()`.
+"""Captures the gradients of single examples in an ordinary training loop, with hooks on the layers of a model.
 
-A layer's input is kept from the forward pass until its output gradient comes in the backward pass. Both together are
-factors of the gradients of all examples, which are made into rows at once, so that nothing of a step is kept. What the
-loop does with the loss does not change.
+A hook keeps a layer's input from the forward pass until its output gradient arrives in the backward pass. Both together
+are factors of the gradients of all examples. They are made into rows at once, so that no step keeps its factors. The
+loop and its loss do not change.
 """
 
 from __future__ import annotations
@@ -88,27 +88,27 @@ class BatchFactors:
         return torch.zeros(num, self._rows.width, device=device) if is_empty else self._rows.finish()
 
     def drop(self) -> None:
-        """Forget a batch that broke off, and begin another."""
+        """Drop the factors of an interrupted batch, and begin another."""
         self._rows.drop()
         self._is_empty = True
         if self._first_batch.under_way:
             self._first_batch.begin()
 
     def stop(self) -> None:
-        """Leave the parameters alone."""
+        """Remove the hooks on parameters."""
         self._first_batch.stop()
 
 
 class ExampleCapture:
-    """Finds the rows of every backward pass and observes them.
+    """Makes the rows of every backward pass and hands them to the port.
 
     Args:
         port: Takes the rows, and knows how many examples a batch has.
         plan: Says which layers are watched.
         coverage: Keeps what is left out.
         rows: Makes rows of factors.
-        mean: Whether the loss is the mean over the batch. Then gradients of a short batch are scaled down, so that
-            they weigh as much as all others.
+        mean: Whether the loss is the mean over the batch. Then gradients of a short batch are scaled down to the scale
+            of a full one.
     """
 
     def __init__(self, port: Port, plan: Plan, coverage: Coverage, rows: RowBuilder, *, mean: bool) -> None:
@@ -118,15 +118,15 @@ class ExampleCapture:
         self._model_passes = ModelPasses()
         self._tables = Tables()
         self._pass = BackwardPass()
-        self._num = 0  # of examples in it
-        self._paused = False  # whether hooks ignore what runs
+        self._num = 0  # examples in the pass under way
+        self._paused = False  # whether hooks do nothing
         self._handles: list[Any] = []
         for layer in plan.layers:
             after = self._after_deferred if layer.adapter.runs_again else self._after_forward
             self._handles.append(layer.module.register_forward_hook(partial(after, layer), with_kwargs=True))
 
     def settle(self) -> None:
-        """Nothing waits: rows are observed before `backward()` returns."""
+        """Return at once: rows are observed before `backward()` returns."""
 
     def detach(self) -> None:
         handles, self._handles = self._handles, []
@@ -135,7 +135,7 @@ class ExampleCapture:
         self._factors.stop()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _of_a_copy, ()  # hooks are copied and saved with the model, which is watched once
+        return _inert_capture, ()  # hooks are copied and saved with the model; only the original captures
 
     # In the forward pass
 
@@ -149,7 +149,7 @@ class ExampleCapture:
         return self._paused or within_transform() or torch.compiler.is_compiling()
 
     def _after_forward(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
-        """Keep the input of a layer that needs its input and output gradient only."""
+        """Keep the input of a layer until its output gradient arrives."""
         if self._is_blind():
             return
         x = args[0] if args else next(iter(kwargs.values()), None)
@@ -165,7 +165,7 @@ class ExampleCapture:
         register(output if base is None or base.numel() != output.numel() else base, hook)
 
     def _after_deferred(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Keep what a layer was called with that runs once more at the end of the backward pass."""
+        """Keep the arguments of a layer that runs again at the end of the backward pass."""
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if self._is_blind() or not any(leaf.requires_grad for leaf in outputs):
             return
@@ -175,7 +175,7 @@ class ExampleCapture:
         except ValueError as reason:
             self._factors.leave_out(layer, str(reason))
             return
-        # The hooks must not hold on to the outputs, which hold on to them.
+        # The hooks must not reference the outputs, which reference the hooks.
         call = DeferredCall(layer, args, kwargs, len(outputs))
         for number, leaf in enumerate(outputs):
             if leaf.requires_grad:
@@ -197,15 +197,17 @@ class ExampleCapture:
             self._pass.defer(call, output, grad)
 
     def _joins_batch(self, layer: Layer | None = None, sink: Any = None) -> bool:
-        """Whether the pass under way, which may begin here, is a batch; `sink` is a node that it may go on to."""
+        """Whether the pass under way is a batch; begins the pass if it is new.
+
+        `sink` is a node that leaves a gradient in a parameter of `layer`, if one is known.
+        """
         if current_pass() != self._pass.task:
             self._begin(layer, sink)
         return self._pass.is_batch
 
     def _begin(self, layer: Layer | None, sink: Any) -> None:
-        # If a pass before broke off, what it left is not to be mixed with what comes.
-        self._factors.drop()
-        is_batch = bool(self._handles) and self._sinks.get_gradient(layer, sink)  # outputs keep hooks when detached
+        self._factors.drop()  # of an interrupted pass, if any
+        is_batch = bool(self._handles) and self._sinks.get_gradient(layer, sink)  # outputs keep hooks after detach()
         self._pass = BackwardPass(current_pass(), is_batch, graph_is_kept())
         self._num = self._port.examples_due()
         if is_batch:
@@ -237,7 +239,7 @@ class ExampleCapture:
             self._port.observe(rows)
 
     def _run_again(self, calls: list[DeferredCall]) -> None:
-        self._paused = True  # hooks must not take it for another forward pass
+        self._paused = True  # this is no forward pass of the training loop
         try:
             for call in calls:
                 self._add(call.layer, partial(call.factors, self._num), call.grads)
@@ -246,8 +248,8 @@ class ExampleCapture:
             self._paused = False
 
 
-def _of_a_copy() -> ExampleCapture:
-    """What the hooks of a copy of a watched model belong to: it does nothing."""
+def _inert_capture() -> ExampleCapture:
+    """A capture that does nothing, for the hooks of a copy of the model."""
     capture = ExampleCapture.__new__(ExampleCapture)
     capture._paused = True
     return capture

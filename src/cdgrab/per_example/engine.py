@@ -1,4 +1,4 @@
-"""What autograd's engine says of the backward pass under way. Most of it is not public: here it is in one place."""
+"""Asks autograd's engine about the backward pass under way. Only this module uses its private functions."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-# Asked in a backward pass. What hooks hold on to would live as long as the graph, which goes on after the pass if
-# somebody keeps the loss, though what it was made for is freed.
+# To be called in a backward pass. What hooks reference lives as long as the graph. A kept loss keeps the graph alive
+# after the pass, even though its saved tensors are freed.
 graph_is_kept: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
 _any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def at_end_of_pass(callback: Callable[[], None]) -> None:
-    """To be called then, before `backward()` returns."""
+    """Have `callback` called at the end of the backward pass, before `backward()` returns."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def gets_gradient(parameter: Tensor, node: Any = None) -> bool:
-    """Whether the pass under way will leave one there, by this node, if it is at hand."""
+    """Whether the pass under way will leave a gradient in the parameter; `node` is its accumulation node, if known."""
     if not parameter.requires_grad:
         return False
-    # A node must not be kept: it belongs to the stream it was made on, and the next pass might come on another.
+    # The node must not be kept: it belongs to the stream it was made on, and the next pass may use another.
     node = get_gradient_edge(parameter).node if node is None else node
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a parameter that `torch.autograd.grad` is asked for
+    except RuntimeError:  # the pass computes this gradient for `torch.autograd.grad`
         return False
 
 
 def register(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """`tensor.register_hook(hook)` without a handle to remove it by, which takes longer to make than all the rest."""
+    """`tensor.register_hook(hook)` without a handle, whose creation takes longer than all the rest."""
     hooks: Any = tensor._backward_hooks
     if hooks is None:
         node = tensor.grad_fn
@@ -46,7 +46,7 @@ def register(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
             return
         hooks = tensor._backward_hooks = OrderedDict()
         node._register_hook_dict(tensor)
-    hooks[hook] = hook  # those with a handle have numbers
+    hooks[hook] = hook  # hooks with a handle have integer keys
 
 
 @contextmanager
@@ -56,12 +56,12 @@ def _aside(device: torch.device) -> Iterator[None]:
 
 
 def aside(device: torch.device) -> AbstractContextManager[None]:
-    """Where nothing gets a history and precision is full, however `backward()` was called; mostly that is so anyway."""
+    """A context without gradients and autocast. It is a null context where both are off, as in most backward passes."""
     if torch.is_grad_enabled() or _any_autocast():
         return _aside(device)
     return nullcontext()
 
 
 def within_transform() -> bool:
-    """Whether a function of `torch.func` is under way, in which tensors stand for others."""
+    """Whether a transform of `torch.func` is under way, in which tensors are wrappers of others."""
     return torch._C._functorch.maybe_current_level() is not None

@@ -1,4 +1,4 @@
-"""One row per example by `torch.func`: exact for any model that treats its examples independently."""
+"""One row per example with `torch.func`: exact for any model that treats its examples independently."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from cdgrab.per_example.layers.norms import check_mixing, mixing_layers
 def per_example_grads(
     model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor
 ) -> Tensor:
-    """Gradients of every example's own loss, one row each; their mean is the gradient of the mean loss.
+    """The gradient of every example's own loss, one row each; their mean is the gradient of the mean loss.
 
     Args:
         model: A model whose output for an example does not depend on the others (no batch normalisation in
             training mode).
         loss_fn: Maps outputs and targets of a batch to a scalar. It is called with batches of one.
         inputs: Examples along the first dimension.
-        targets: Their targets.
+        targets: Targets of the examples.
 
     Returns:
-        A `examples x dim` tensor, columns in the order of `flat_grad`.
+        An `examples x dim` tensor, columns in the order of `flat_grad`.
 
     Example:
         >>> rows = per_example_grads(nn.Linear(3, 1), nn.functional.mse_loss, torch.randn(8, 3), torch.randn(8, 1))
@@ -41,7 +41,7 @@ def per_example_grads(
 
     for name, module in mixing_layers(model):
         check_mixing(name, module)
-    # Dropout and the like draw anew for every example, as they do in a batch.
+    # Dropout and the like draw for each example, as they do in a batch.
     compute = vmap(grad(loss_of), in_dims=(None, 0, 0), randomness="different")
     try:
         grads = compute(params, inputs, targets)
@@ -54,11 +54,11 @@ def per_example_grads(
     return torch.cat([g.flatten(1) for g in grads.values()], dim=1)
 
 
-# What torch.func says, and what to do about it.
+# Remedies by what torch.func's message contains.
 _REMEDIES = {
-    "data-dependent control flow": "what it does depends on the values of one example (a branch, or .item()), which "
-    "cannot be done for all examples at once; use torch.where, or attach(model, source='sketch')",
-    "saved tensor hooks": "activation checkpointing does not go with torch.func; switch it off, or use attach(model, "
+    "data-dependent control flow": "it branches on the values of an example (or calls .item()), which torch.func "
+    "cannot do for all examples at once; use torch.where, or attach(model, source='sketch')",
+    "saved tensor hooks": "torch.func does not support activation checkpointing; switch it off, or use attach(model, "
     "source='sketch')",
     "autograd.Function": "its autograd.Function has no rule for batches; give it one (generate_vmap_rule), or use "
     "attach(model, source='sketch')",
@@ -66,7 +66,7 @@ _REMEDIES = {
 
 
 def _failing_layer(model: nn.Module, again: Callable[[], object]) -> str:
-    """The innermost layer that was running when `again` failed."""
+    """The innermost layer that runs when `again` fails."""
     running: list[str] = []
     handles: list[Any] = []
     for name, module in model.named_modules():

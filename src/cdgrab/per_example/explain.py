@@ -1,4 +1,4 @@
-"""What sketches of a model are made of, layer by layer, and about what they cost."""
+"""A table of how each layer of a model is sketched, and of its estimated cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAPS = {
 
 
 class _Part(NamedTuple):
-    """A trainable parameter of a layer: how it is sketched, and the work of one example for that."""
+    """A trainable parameter: how it is sketched, and the work per example."""
 
     how: str
     work: float
@@ -92,7 +92,7 @@ def _line(
 
 
 def _part(shape: torch.Size, length: int, positions: int, *, factored: bool, exact: bool) -> _Part:
-    """Work is told in multiplications of a matrix product, as `Paired.prefers_rows` tells it."""
+    """How a parameter is sketched. Work is counted in multiplications, as in `Paired.prefers_rows`."""
     formed = (positions if factored else 1) * shape.numel()
     how = kind_of(shape, length) if factored and not exact else "folded"
     if how != "paired":
@@ -133,7 +133,7 @@ def _positions(
 
     handles = [layer.module.register_forward_hook(partial(note, layer)) for layer in layers]
     try:
-        # Dropout draws; the run that goes on must not notice.
+        # Dropout draws numbers; the training run must not be affected.
         with torch.no_grad(), torch.random.fork_rng():
             model(*inputs)
     finally:

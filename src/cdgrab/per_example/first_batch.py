@@ -52,8 +52,8 @@ class FirstBatch:
     equal is not kept.
 
     Args:
-        parameters: That are trained, by name.
-        late: Those whose factors come at the end of the pass.
+        parameters: The trainable parameters, by name.
+        late: Names of the parameters whose factors come only at the end of the pass.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], late: Collection[str]) -> None:
@@ -70,7 +70,7 @@ class FirstBatch:
 
     @property
     def under_way(self) -> bool:
-        """Whether there is still something to compare."""
+        """Whether no batch has been compared yet."""
         return bool(self._handles)
 
     def begin(self) -> None:
@@ -105,7 +105,7 @@ class FirstBatch:
         for parameter, handle in self._handles:
             handle.remove()
             if not parameter._backward_hooks:
-                parameter._backward_hooks = None  # an empty dict would be looked into after every backward pass
+                parameter._backward_hooks = None  # autograd would check an empty dict after every backward pass
         self._handles = []
 
     def _clear(self) -> None:
@@ -119,7 +119,7 @@ class FirstBatch:
             at_end_of_pass(partial(self._check_layers_took_part, task))
             self._tasks = (self._tasks[0], task)
         if name in self._late:
-            # Only the first is of this pass: a layer that runs again may differentiate itself.
+            # Only the first belongs to this pass: a layer that runs again may differentiate itself.
             self._gradients.setdefault(name, grad.detach().clone())
         else:
             with aside(grad.device):

@@ -1,4 +1,4 @@
-"""Which backward pass is under way, whether it is a batch, and what has come of it."""
+"""The backward pass under way: whether it is a batch, and which calls it has reached."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from cdgrab.per_example.plan import Layer
 
 @dataclass
 class BackwardPass:
-    """One backward pass; without a `task` there is none under way.
+    """One backward pass, or none if `task` is None.
 
     Attributes:
         task: Its number in autograd.
-        is_batch: Whether it leaves gradients in parameters. Otherwise somebody asks for gradients of something else,
-            with `torch.autograd.grad`.
-        graph_stays: For another pass.
-        calls: Of layers whose factors have been taken.
-        deferred: Calls of layers that run once more at its end.
+        is_batch: Whether it leaves gradients in parameters; `torch.autograd.grad` need not.
+        graph_stays: Whether the graph is kept for another pass.
+        calls: Calls of layers whose factors have been taken.
+        deferred: Calls of layers that run again at its end.
     """
 
     task: int | None = None
@@ -34,7 +33,7 @@ class BackwardPass:
     deferred: list[DeferredCall] = field(default_factory=list)
 
     def defer(self, call: DeferredCall, output: int, grad: Tensor) -> None:
-        """Keep the gradient of an output for the end of the pass."""
+        """Defer a call to the end of the pass, and keep the gradient of one of its outputs."""
         if call not in self.deferred:
             call.start()
             self.deferred.append(call)
@@ -42,32 +41,32 @@ class BackwardPass:
 
 
 class GradientSinks:
-    """The parameters of a model, asked whether the pass under way leaves a gradient in one of them.
+    """Tells whether the pass under way leaves a gradient in a parameter of the model.
 
-    The answer is found at once where the pass begins as the last one did: at the same layer, or with a gradient for the
-    same parameter.
+    One look is enough if the pass begins as the last one did: at the same layer, or with a gradient for the same
+    parameter.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._own = {id(parameter) for parameter in parameters}
-        self._last = parameters[0]  # that got a gradient in the last batch
+        self._last = parameters[0]  # got a gradient in the last batch
         self._first: Layer | None = None  # the layer whose output gradient came first in the last pass
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device of the parameters."""
         return self._last.device
 
     def behind(self, layer: Layer, output: Tensor) -> Any:
-        """The node that leaves a gradient in a parameter of the layer with this output, if that may help."""
+        """The node that leaves a gradient in a parameter of this layer, or None if the last pass began elsewhere."""
         if layer is not self._first or output.grad_fn is None:
             return None
         nodes: Any = output.grad_fn.next_functions
         return next((node for node, _ in nodes if id(getattr(node, "variable", None)) in self._own), None)
 
     def get_gradient(self, layer: Layer | None, node: Any) -> bool:
-        """Whether any of them does, in a pass that begins at this layer, with this node behind it."""
+        """Whether any parameter gets a gradient, in a pass that begins at this layer, with this node behind it."""
         self._first = layer or self._first
         if node is not None and gets_gradient(node.variable, node):
             return True
@@ -77,17 +76,17 @@ class GradientSinks:
 
 
 class ModelPasses:
-    """Passes through the whole model: batches must not outnumber forward ones."""
+    """Counts passes through the whole model, and refuses more batches than forward passes."""
 
     def __init__(self) -> None:
         self._forwards = self._batches = 0
 
     def forward(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass."""
         self._forwards += 1
 
     def batch(self) -> None:
-        """A backward pass that was a batch ends."""
+        """End a backward pass that was a batch."""
         self._batches += 1
         if 0 < self._forwards < self._batches:
             self._batches = self._forwards

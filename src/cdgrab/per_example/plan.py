@@ -14,7 +14,7 @@ from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors, Unseen
 
 @dataclass(frozen=True)
 class Layer:
-    """A module with trainable parameters of its own; `numel` counts these. As text it is what errors call it."""
+    """A module with `numel` trainable parameters of its own. `str` gives its title in errors."""
 
     name: str
     module: nn.Module
@@ -109,7 +109,7 @@ def _reason_against(name: str, module: nn.Module, adapter: LayerAdapter) -> str 
 
 
 class ParameterNames:
-    """What the parameters of layers are called in the model. One with several names goes by the first of them."""
+    """Names of the layers' parameters in the model; the first one for a parameter with several."""
 
     def __init__(self, layers: list[Layer], parameters: Mapping[str, nn.Parameter]) -> None:
         first = {id(parameter): name for name, parameter in parameters.items()}
@@ -120,7 +120,7 @@ class ParameterNames:
             if parameter.requires_grad
         }
         again = {layer.name for layer in layers if layer.adapter.runs_again}
-        # Those whose gradients are found at the end of the pass.
+        # The factors of these come only at the end of the pass.
         self.late = {name for (layer_name, _), name in self._names.items() if layer_name in again}
 
     def of(self, layer: Layer, key: str) -> str | None:
@@ -133,7 +133,7 @@ class ParameterNames:
 
 
 def check_count(layer: Layer, grads: Sequence[Tensor | None], num: int) -> None:
-    """Refuse outputs, with these gradients, that have not one entry for each of `num` examples where they should."""
+    """Raise `ValueError` if outputs do not have one entry per example, given their gradients."""
     output, shape = next((output, grad.shape) for output, grad in enumerate(grads) if grad is not None)
     length = shape[layer.adapter.example_dim(output)]
     flattened = layer.adapter.takes_flattened and len(shape) == 2 and length % num == 0
@@ -145,7 +145,7 @@ def check_count(layer: Layer, grads: Sequence[Tensor | None], num: int) -> None:
 
 
 def check_factors(layer: Layer, found: LayerFactors, num: int) -> None:
-    """Refuse what an adapter gives if it does not fit the parameters of its layer."""
+    """Raise `ValueError` if an adapter's factors do not fit the parameters of its layer."""
     sizes = {key: parameter.numel() for key, parameter in layer.module.named_parameters(remove_duplicate=False)}
     if not isinstance(found, dict) or not found.keys() <= sizes.keys():
         given = f"the keys {', '.join(map(repr, found))}" if isinstance(found, dict) else f"a {type(found).__name__}"

@@ -1,4 +1,4 @@
-"""What is made of the factors of a batch: whole rows, or sketches."""
+"""Makes rows of the factors of a batch: whole gradients, or sketches."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cdgrab.per_example.sketch import Sketch
 
 
 class RowBuilder(Protocol):
-    """Takes the factors of a batch, parameter by parameter, and gives one row for each example."""
+    """Takes the factors of a batch, parameter by parameter, and returns one row per example."""
 
     @property
     def width(self) -> int:
         """Numbers of a row."""
 
     def add(self, name: str, factors: Factors) -> None:
-        """Take the gradients of a parameter. One that is used several times comes several times."""
+        """Take the gradients of a parameter. A call for every use of it adds them up."""
 
     def alone(self, name: str, factors: Factors) -> Tensor:
         """What these gradients of a parameter add to rows; nothing is added."""
@@ -32,11 +32,11 @@ class RowBuilder(Protocol):
         """The rows of the batch, which is over; something has been added."""
 
     def drop(self) -> None:
-        """Forget a batch that broke off."""
+        """Drop the factors of an interrupted batch."""
 
 
 class WholeRows:
-    """Whole gradients: the parameters side by side, in the order of `shapes`. Exact; `examples x dim` numbers."""
+    """Builds whole gradients: the parameters side by side, in the order of `shapes`. Exact, `examples x dim`."""
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         self._shapes = shapes
@@ -67,7 +67,7 @@ class WholeRows:
 
 
 class SketchedRows:
-    """Sketches: short rows of one length for every model, whose inner products are about those of whole ones."""
+    """Builds sketches: short rows of one length, whose inner products approximate those of whole rows."""
 
     def __init__(self, sketch: Sketch) -> None:
         self._sketch, self.width = sketch, sketch.length

@@ -14,7 +14,7 @@ from cdgrab.per_example.sketch_maps import Paired, Spread, frequency_grid
 
 
 def projection(shapes: Mapping[str, torch.Size], matrices: Collection[str], length: int, seed: int) -> Tensor:
-    """`dim x k` in float64: `rows @ projection` are the sketches of whole rows."""
+    """The projection, `dim x k` in float64: `rows @ projection` are the sketches of whole rows."""
     sketch = Sketch(shapes, matrices, length, seed)
     parts, folded = [], 0
     for name, shape in shapes.items():
@@ -33,7 +33,7 @@ def projection(shapes: Mapping[str, torch.Size], matrices: Collection[str], leng
 
 
 def _spread(spread: Spread, shape: torch.Size) -> Tensor:
-    """Entry by entry: the place of its longer side, in the group of its shorter side."""
+    """The map of a spread parameter: an entry goes to its place of the longer side, in the group of the shorter."""
     signs_gSl = spread.signs(torch.zeros(0, dtype=torch.float64))
     part = torch.zeros(*shape, spread.size, dtype=torch.float64)
     for output in range(shape[0]):
@@ -45,7 +45,7 @@ def _spread(spread: Spread, shape: torch.Size) -> Tensor:
 
 
 def _rotation(length: int) -> Tensor:
-    """Every number with those that are whole eighths of the length away."""
+    """The rotation: it mixes numbers that are whole eighths of the length apart."""
     rotation, eighth = torch.zeros(length, length, dtype=torch.float64), length // WITNESS_SHARE
     for new in range(length):
         for old in range(new % eighth, length, eighth):

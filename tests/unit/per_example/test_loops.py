@@ -187,7 +187,7 @@ class Loose(nn.Module):
     ("net", "message"),
     [
         (Loose(), r"shift cannot be balanced: the model \(Loose\) has layers inside and uses these itself"),
-        (nn.Sequential(nn.LSTM(3, 3)), r"layer '0' \(LSTM\) must be made with batch_first=True"),
+        (nn.Sequential(nn.LSTM(3, 3)), r"layer '0' \(LSTM\) has batch_first=False; make it with batch_first=True"),
         (nn.Sequential(nn.MultiheadAttention(4, 2, 0.1, batch_first=True)), "layer '0'.*has dropout inside"),
         (nn.Linear(2, 2).requires_grad_(False), "no trainable parameter"),
     ],
@@ -211,7 +211,7 @@ def test_bad_arguments() -> None:
         ({"source": "magic"}, "unknown source 'magic'; choose one of batch, per_example, sketch"),
         ({"source": "ghost"}, "source 'ghost' is gone: use 'sketch'.* or 'per_example'"),
         ({"source": "per_example", "reduction": "none"}, "reduction is 'none'; say 'mean' or 'sum'"),
-        ({"source": "sketch", "length": 100}, "length is 100; a sketch has a power of two of numbers, 16 or more"),
+        ({"source": "sketch", "length": 100}, "length is 100; choose a power of two, 16 or more"),
         ({}, "source='sketch'"),
     ]:
         with pytest.raises(ValueError, match=message):

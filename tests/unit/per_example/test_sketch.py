@@ -139,7 +139,7 @@ def test_parts_of_a_batch_are_sketched_alike(monkeypatch: pytest.MonkeyPatch) ->
         model, x, y = built(name)
         expected = rows_of(model, x, y, source="sketch", length=16)
         monkeypatch.setitem(MOST_FEATURES, "cpu", 1)
-        monkeypatch.setattr("cdgrab.per_example.sketch_maps._WAITING", 1)
+        monkeypatch.setattr("cdgrab.per_example.sketch_maps._MOST_BUFFERED", 1)
         torch.testing.assert_close(rows_of(model, x, y, source="sketch", length=16), expected)
 
 
@@ -168,7 +168,7 @@ def test_the_seed_is_that_of_the_ordering() -> None:
 
 @pytest.mark.parametrize("length", [0, 8, 100, 513])
 def test_lengths(length: int) -> None:
-    with pytest.raises(ValueError, match=f"length is {length}; a sketch has a power of two of numbers, 16 or more"):
+    with pytest.raises(ValueError, match=f"length is {length}; choose a power of two, 16 or more"):
         checked_length(length)
 
 

@@ -83,8 +83,8 @@ class Checkpointed(nn.Linear):
     ("layer", "message"),
     [
         (nn.BatchNorm1d(4), r"layer '1' \(BatchNorm1d\) mixes the examples of a batch.*GroupNorm"),
-        (Branching(), r"layer 1 \(Branching\): what it does depends on the values of one example.*torch.where"),
-        (Checkpointed(4, 4), r"layer 1 \(Checkpointed\): activation checkpointing does not go with torch.func"),
+        (Branching(), r"layer 1 \(Branching\): it branches on the values of an example.*torch.where"),
+        (Checkpointed(4, 4), r"layer 1 \(Checkpointed\): torch.func does not support activation checkpointing"),
     ],
 )
 def test_what_torch_func_cannot_do(layer: nn.Module, message: str) -> None:

@@ -1,9 +1,9 @@
-"""Layers: one file for each family, which finds the factors of its parameters.
+"""Layers: one file per family, which finds the factors of its parameters.
 
-`base.py` says what an adapter may declare. Linear layers, embeddings, convolutions and norms need their input and
-output gradient only; recurrent layers and attention run once more for all examples together, and any other layer
-(`unknown.py`) once more for each example. A family's file also says which of its parameters are matrices, which
-modules it does not take, and what it refuses. `register_layer` adds layers from outside.
+`base.py` says what an adapter may declare. Linear layers, embeddings, convolutions and norms need only their input and
+output gradient. Recurrent layers and attention run again for all examples together, any other layer (`unknown.py`)
+example by example. A family's file also says which of its parameters are matrices, which modules it does not take, and
+what it refuses. `register_layer` adds layers from outside.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BY_NAME = {"transformers.pytorch_utils.Conv1D": TransposedLinearAdapter()}
 
 
 def adapter_of(module: nn.Module) -> LayerAdapter:
-    """The adapter that serves a module. One for a class serves its subclasses by its fallback only."""
+    """The adapter that serves a module. A subclass of a registered class gets the fallback of that adapter."""
     for kind in type(module).__mro__:
         adapter = _ADAPTERS.get(kind) or _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
         if adapter is not None:
@@ -54,15 +54,15 @@ def adapter_of(module: nn.Module) -> LayerAdapter:
 
 
 def register_layer(*kinds: type[nn.Module]) -> Callable[[Registered], Registered]:
-    """Register how gradients of single examples are found for layers of your own; a decorator.
+    """Register a function that finds the gradients of single examples for layers of your own; a decorator.
 
-    It decorates a function, which takes the module, its input, its output gradient and the number of examples, and
-    returns the factors of its parameters by name (`cdgrab.factors`). The gradient is that of the loss as `backward()`
-    has it. Layers with several inputs or outputs, refusals or a matrix need a subclass of `LayerAdapter` instead.
-    Models attached later use it. A layer that is not registered runs once more, example by example.
+    The function takes the module, its input, its output gradient and the number of examples. It returns the factors of
+    the layer's parameters by name (`cdgrab.factors`). The output gradient is that of the loss given to `backward()`.
+    Layers with several inputs or outputs, refusals or a matrix need a subclass of `LayerAdapter` instead. Models
+    attached later use it. A layer that is not registered runs again, example by example.
 
     Args:
-        kinds: Classes of layers, without their subclasses. What was registered for them before is replaced.
+        kinds: Classes of layers, without their subclasses. An earlier registration is replaced.
 
     Example:
         >>> import torch, cdgrab

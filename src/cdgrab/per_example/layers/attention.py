@@ -1,7 +1,7 @@
-"""MultiheadAttention: gradients of its projections from one run of what is between them.
+"""MultiheadAttention: the factors of its projections, from a second run of the attention.
 
-Its projections are linear layers that do not run as modules, so that their outputs are not seen. They are computed once
-more, the attention is differentiated with respect to them, and their factors are those of linear layers.
+The projections are linear layers that do not run as modules, so hooks do not see their outputs. The adapter computes
+them again and differentiates the attention with respect to them. Their factors are then those of linear layers.
 
 Shapes: `N` examples of `L` queries and `S` keys, `E` numbers each, in `h` heads.
 """
@@ -19,7 +19,7 @@ from cdgrab.factors import Matrix, Rows
 from cdgrab.per_example.layers.base import LayerFactors, check_repeatable, weights_of
 from cdgrab.per_example.layers.unknown import OneByOne
 
-_INWARDS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+_SEPARATE_WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 class _OtherAttention(OneByOne):
@@ -30,9 +30,9 @@ class _OtherAttention(OneByOne):
 
 
 class AttentionAdapter(_OtherAttention):
-    """Serves `MultiheadAttention`, but not with keys of its own, nor where its attention weights have a gradient."""
+    """Serves `MultiheadAttention`. Added keys, and gradients of attention weights, are left to the fallback."""
 
-    parameters = (*_INWARDS, "in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+    parameters = (*_SEPARATE_WEIGHTS, "in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
     fallback = _OtherAttention()
 
     def takes(self, module: Any) -> bool:
@@ -42,7 +42,7 @@ class AttentionAdapter(_OtherAttention):
         return weights_of(module)
 
     def factors_again(self, module: Any, args: Any, kwargs: Any, grads: list[Tensor | None], num: int) -> LayerFactors:
-        call, grad_NLE = _called_with(*args, **kwargs), grads[0]
+        call, grad_NLE = _named_arguments(*args, **kwargs), grads[0]
         inputs = [call[name] for name in ("query", "key", "value")]
         if grad_NLE is None or any(g is not None for g in grads[1:]) or any(part.ndim != 3 for part in inputs):
             return super().factors_again(module, args, kwargs, grads, num)
@@ -60,14 +60,14 @@ class AttentionAdapter(_OtherAttention):
             found["out_proj.bias"] = Rows(grad_NLE.sum(1))
             found["in_proj_bias"] = Rows(torch.cat([part.sum(1) for part in b], 1))
         if module.in_proj_weight is None:
-            return found | {name: Matrix(*both) for name, *both in zip(_INWARDS, a, b, strict=True)}
+            return found | {name: Matrix(*both) for name, *both in zip(_SEPARATE_WEIGHTS, a, b, strict=True)}
         if inputs[0] is inputs[1] and inputs[1] is inputs[2]:
             return found | {"in_proj_weight": Matrix(a[0], torch.cat(b, 2))}
         rows = [Matrix(*both).rows() for both in zip(a, b, strict=True)]
         return found | {"in_proj_weight": Rows(torch.cat(rows, 1))}
 
 
-def _called_with(
+def _named_arguments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -81,9 +81,9 @@ def _called_with(
 
 
 def _projections(module: Any, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Weights and biases of queries, keys and values."""
+    """The weights and biases of queries, keys and values."""
     if module.in_proj_weight is None:
-        weights = [getattr(module, name) for name in _INWARDS]
+        weights = [getattr(module, name) for name in _SEPARATE_WEIGHTS]
     else:
         weights = list(module.in_proj_weight.chunk(3))
     biases = [None] * 3 if module.in_proj_bias is None else [part.to(dtype) for part in module.in_proj_bias.chunk(3)]
@@ -91,19 +91,19 @@ def _projections(module: Any, dtype: torch.dtype) -> tuple[list[Tensor], list[Te
 
 
 def _mask(call: dict[str, Any], heads: int, dtype: torch.dtype) -> Tensor | None:
-    """What is added to scores, of a shape that fits `N x h x L x S`."""
+    """The sum of both masks, to be added to the scores (`N x h x L x S`), or None."""
     parts: list[Tensor] = []
     if call["mask"] is not None:
-        mask = _as_summand(call["mask"], dtype)
+        mask = _additive(call["mask"], dtype)
         parts.append(mask if mask.ndim == 2 else mask.unflatten(0, (-1, heads)))
     if call["padding"] is not None:
-        parts.append(_as_summand(call["padding"], dtype)[:, None, None])
+        parts.append(_additive(call["padding"], dtype)[:, None, None])
     if len(parts) == 2:
         return parts[0] + parts[1]
     return parts[0] if parts else None
 
 
-def _as_summand(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.detach().to(dtype)
     summand: Tensor = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)

@@ -28,7 +28,7 @@ class _OtherConvolution(OneByOne):
 
 
 class ConvolutionAdapter(LayerAdapter):
-    """Serves `Conv1d` and `Conv2d` with zeros for padding. In groups, gradients are formed."""
+    """Serves `Conv1d` and `Conv2d` padded with zeros. With groups, it materialises the gradients."""
 
     channels_first = True
     parameters = ("weight", "bias")
@@ -54,7 +54,7 @@ class ConvolutionAdapter(LayerAdapter):
 
 
 class Geometry(NamedTuple):
-    """Height and width of the outputs, and how they come about."""
+    """Height and width of the outputs, and the options of the convolution."""
 
     outputs: tuple[int, ...]
     kernel: tuple[int, ...]
@@ -65,7 +65,7 @@ class Geometry(NamedTuple):
 
 @dataclass(frozen=True)
 class Convolved:
-    """Inputs and output gradients of a convolution in two dimensions, without groups."""
+    """Factors of a convolution in two dimensions without groups: inputs and output gradients."""
 
     x: Tensor
     grad: Tensor
@@ -88,9 +88,9 @@ class Convolved:
         return spread.of_rows(self.rows())
 
     def paired(self, paired: Paired) -> Tensor:
-        """Without patches, features of the channels go through a convolution with the signs of the window.
+        """`N x k`: the sketches, without patches: convolves features of the channels with the signs of the window.
 
-        Where there are many positions, or few weights, rows are formed and sketched instead.
+        With many positions, or few weights, it materialises rows and sketches these.
         """
         if paired.prefers_rows(math.prod(self.geometry.outputs), 2 + math.prod(self.geometry.kernel) / 3):
             return paired.of_rows(self.rows())
@@ -102,20 +102,20 @@ class Convolved:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _features(self, paired: Paired, x: Tensor) -> Tensor:
-        """`N x T x F`: of the patches."""
+        """`N x T x F`: the features of the patches."""
         _, kernel, dilation, padding, stride = self.geometry
         if math.prod(kernel) == 1:
             padded = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
             return paired.inputs(padded[:, :, :: stride[0], :: stride[1]].flatten(2).mT)
         a_NSF = paired.inputs(x.flatten(2).mT)
-        # A convolution knows no complex numbers: real and imaginary parts are channels of their own.
+        # conv2d is real here: real and imaginary parts are channels of their own.
         parts_NChw = torch.view_as_real(a_NSF).flatten(2).mT.unflatten(2, x.shape[2:])
         signs_C1hw = paired.window_signs(x).repeat_interleave(2, 0).view(-1, 1, *kernel)
         found = F.conv2d(parts_NChw, signs_C1hw, None, stride, padding, dilation, groups=len(signs_C1hw))
         return torch.view_as_complex(found.flatten(2).mT.unflatten(2, (-1, 2)).contiguous())
 
     def total(self) -> Tensor:
-        """As the layer itself finds it, without patches."""
+        """The batch's gradient, computed as the layer's own backward does, without patches."""
         geometry = self.geometry
         shape = torch.Size((self.grad.shape[1], self.x.shape[1], *geometry.kernel))
         found: Tensor = conv2d_weight(self.x, shape, self.grad, geometry.stride, geometry.padding, geometry.dilation)
@@ -123,9 +123,9 @@ class Convolved:
 
 
 def patches(x: Tensor, geometry: Geometry) -> Tensor:
-    """`F.unfold`, `N x p x T`, in one copy.
+    """The patches of `x`, `N x p x T`, in one copy.
 
-    It takes a third of the time of `F.unfold` itself on a CPU; on a GPU that one goes example by example.
+    `F.unfold` takes three times as long on a CPU, and on a GPU it runs example by example.
     """
     outputs, kernel, dilation, padding, stride = geometry
     if any(padding):

@@ -1,4 +1,4 @@
-"""Embeddings: which rows of the table were used, and with which gradient."""
+"""Embeddings: the indices and the output gradient are the factors."""
 
 from __future__ import annotations
 

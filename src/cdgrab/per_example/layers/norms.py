@@ -79,12 +79,12 @@ class BatchNormAdapter(LayerAdapter):
 
 
 def mixing_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Layers with statistics of the batch, with or without parameters, by name."""
+    """The layers that may take statistics of the batch, with or without parameters, by name."""
     return [(name, m) for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
 
 def check_mixing(name: str, module: nn.Module) -> None:
-    """Refuse a layer that takes statistics of the batch: there is no gradient of one example then."""
+    """Raise `ValueError` if a layer takes statistics of the batch: then no example has a gradient of its own."""
     if module.training:
         raise ValueError(
             f"layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so that none of them has a "

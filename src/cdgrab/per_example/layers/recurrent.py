@@ -1,12 +1,11 @@
-"""LSTM, GRU and RNN: gradients of all gates from one ordinary backward pass.
+"""LSTM, GRU and RNN: the factors of all weights, from the gradients of the gates.
 
-The gradient of an example needs those of the gates at every step in time, which fused kernels keep to themselves. There
-are two ways to them. A layer can be given more inputs than it has, zeros that an identity matrix adds to the gates;
-they change nothing, and their gradients are those of the gates. Or the layer can be computed step by step. The first is
-for GPUs, where single steps would be nothing but launches, and for narrow layers; for others on a CPU the second takes
-half of the time, or a third.
+Fused kernels do not return the gradients of the gates at every step in time. There are two ways to get them. A wider
+layer has extra inputs, zeros that an identity matrix adds to the gates: the outputs stay the same, and the gradients of
+the zeros are those of the gates. Or the layer runs step by step. The first way is for GPUs, where single steps would be
+nothing but launches, and for narrow layers. Otherwise, on a CPU, the second takes a half or a third of the time.
 
-Shapes: `N` examples, `T` steps in time, `p` inputs, `H` hidden numbers, `G` those of all gates.
+Shapes: `N` examples, `T` steps in time, `p` inputs, `H` hidden numbers, `G` numbers of all gates.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from cdgrab.factors import Matrix, Rows
 from cdgrab.per_example.layers.base import LayerFactors, check_repeatable, weights_of, widened
 from cdgrab.per_example.layers.unknown import OneByOne
 
-_NARROW = 64  # hidden numbers, below which a CPU spends its time on calling
+_NARROW = 64  # with fewer hidden numbers, calls take most of a CPU's time
 State = tuple[Tensor, ...]
 
 
 class OneByOneRecurrent(OneByOne):
-    """Serves recurrent layers with projections, with weights made of others, and subclasses."""
+    """Serves recurrent layers with projections or with weights computed from others, and subclasses."""
 
     is_whole = True
 
@@ -37,13 +36,13 @@ class OneByOneRecurrent(OneByOne):
     def factors_again(self, module: Any, args: Any, kwargs: Any, grads: list[Tensor | None], num: int) -> LayerFactors:
         if len(args) > 1 or kwargs:
             raise ValueError(
-                f"{type(module).__name__} with projections, or with weights made of others, is called with a state, "
-                "which is not laid out example by example; let it begin with none, or freeze it"
+                f"{type(module).__name__} with projections, or with weights computed from others, is called with a "
+                "state, which does not have examples first; call it without a state, or freeze it"
             )
         return super().factors_again(module, args, kwargs, grads, num)
 
     def args_of_one(self, module: Any, args: Any) -> Any:
-        """With a state of zeros that belong to this example; those the module makes would belong to none."""
+        """The arguments with a state of zeros, derived from `x` so that `vmap` has it for every example."""
         [x] = args
         layers, zero = module.num_layers * (1 + module.bidirectional), 0 * x.flatten()[0]
         h = zero + x.new_zeros(layers, len(x), getattr(module, "proj_size", 0) or module.hidden_size)
@@ -54,7 +53,7 @@ class OneByOneRecurrent(OneByOne):
 class RecurrentAdapter(OneByOneRecurrent):
     """Serves `LSTM`, `GRU` and `RNN`, with a state or without, for all examples together.
 
-    On a GPU factors are as exact as cuDNN's own gradients, by the setting for single precision that holds there.
+    On a GPU factors are as exact as cuDNN's own gradients, whose precision `torch.backends` sets.
     """
 
     fallback = OneByOneRecurrent()
@@ -72,7 +71,7 @@ class RecurrentAdapter(OneByOneRecurrent):
     def check_call(self, args: Any, kwargs: Any) -> None:
         input = args[0] if args else kwargs["input"]
         if not isinstance(input, Tensor) or input.ndim != 3:
-            raise ValueError("a recurrent layer was called with a packed or single sequence; give it a batch, padded")
+            raise ValueError("a recurrent layer was called with a packed or single sequence; pass a padded batch")
 
     def factors_again(self, module: Any, args: Any, kwargs: Any, grads: list[Tensor | None], num: int) -> LayerFactors:  # noqa: ARG002
         args, kwargs = widened((args, kwargs))
@@ -93,20 +92,20 @@ class RecurrentAdapter(OneByOneRecurrent):
 
 
 class Tap(NamedTuple):
-    """What one direction of one layer saw, and the tensor whose gradients are those of its gates."""
+    """The inputs of one direction of one layer, and the tensor whose gradients are those of its gates."""
 
     suffix: str  # of its parameters' names
     x_NTp: Tensor
-    before_NTH: Tensor  # the hidden numbers that each step began with
+    before_NTH: Tensor  # hidden numbers before each step
     gates_NTG: Tensor
 
 
 def run(module: Any, input: Tensor, hx: Any = None) -> tuple[list[Tensor], list[Tap]]:
-    """Outputs and last states of the module, and a tap for each direction of each layer."""
+    """The outputs and last states of the module, and a tap for each direction of each layer."""
     given = tuple(tree_leaves(hx)) if hx is not None else ()
     taps: list[Tap] = []
     left: list[State] = []
-    run_layer = _run_with_more_inputs if input.is_cuda or module.hidden_size < _NARROW else _run_step_by_step
+    run_layer = _run_widened if input.is_cuda or module.hidden_size < _NARROW else _run_step_by_step
     for layer in range(module.num_layers):
         sides = []
         for end in ("", "_reverse")[: 1 + module.bidirectional]:
@@ -122,29 +121,29 @@ def run(module: Any, input: Tensor, hx: Any = None) -> tuple[list[Tensor], list[
     return [input, *(torch.cat(parts) for parts in zip(*left, strict=True))], taps
 
 
-def _run_with_more_inputs(module: Any, suffix: str, x_NTp: Tensor, first: State) -> tuple[Tensor, State, Tensor]:
-    """Hidden numbers, the last state, and the zeros that were added to the gates.
+def _run_widened(module: Any, suffix: str, x_NTp: Tensor, first: State) -> tuple[Tensor, State, Tensor]:
+    """The hidden numbers, the last state, and the zeros that were added to the gates.
 
-    A module, because only these have their weights where a GPU wants them: a copy, and an identity matrix.
+    It runs a wider copy of the module, because cuDNN wants the weights in one block of memory, as modules have them.
     """
     inputs, gates = x_NTp.shape[2], len(module.get_parameter("weight_ih" + suffix))
     options: dict[str, Any] = {"nonlinearity": module.nonlinearity} if isinstance(module, nn.RNN) else {}
-    # Made without memory first, so that no random number is drawn.
+    # On the device "meta" first, so that no random number is drawn.
     options |= {"bias": module.bias, "batch_first": True, "dtype": x_NTp.dtype, "device": "meta"}
-    longer = type(module)(inputs + gates, module.hidden_size, **options).to_empty(device=x_NTp.device)
+    wider = type(module)(inputs + gates, module.hidden_size, **options).to_empty(device=x_NTp.device)
     with torch.no_grad():
-        for name, place in longer.requires_grad_(False).named_parameters():
+        for name, place in wider.requires_grad_(False).named_parameters():
             value = module.get_parameter(name.removesuffix("_l0") + suffix)
             place[..., : value.shape[-1]] = value
-        longer.weight_ih_l0[:, inputs:] = torch.eye(gates, dtype=x_NTp.dtype, device=x_NTp.device)
+        wider.weight_ih_l0[:, inputs:] = torch.eye(gates, dtype=x_NTp.dtype, device=x_NTp.device)
     zeros_NTG = x_NTp.new_zeros(*x_NTp.shape[:2], gates).requires_grad_()
     state = None if not first else first if len(first) > 1 else first[0]
-    hidden_NTH, last = longer(torch.cat([x_NTp, zeros_NTG], 2), state)
+    hidden_NTH, last = wider(torch.cat([x_NTp, zeros_NTG], 2), state)
     return hidden_NTH, tuple(tree_leaves(last)), zeros_NTG
 
 
 def _run_step_by_step(module: Any, suffix: str, x_NTp: Tensor, first: State) -> tuple[Tensor, State, Tensor]:
-    """Hidden numbers, the last state, and the inputs' share of the gates."""
+    """The hidden numbers, the last state, and the inputs' share of the gates."""
     w_ih, w_hh, b_ih, b_hh = (
         _weight(module, name + suffix, x_NTp.dtype) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     )
@@ -163,7 +162,7 @@ def _run_step_by_step(module: Any, suffix: str, x_NTp: Tensor, first: State) -> 
 
 
 def _weight(module: Any, name: str, dtype: torch.dtype) -> Tensor | None:
-    """A parameter without history; None for a bias that is not there."""
+    """A parameter, detached; None for a missing bias."""
     if name.startswith("bias") and not module.bias:
         return None
     weight: Tensor = module.get_parameter(name).detach().to(dtype)
@@ -171,7 +170,7 @@ def _weight(module: Any, name: str, dtype: torch.dtype) -> Tensor | None:
 
 
 def _cell(module: Any, from_x: Tensor, from_h: Tensor, state: State) -> State:
-    """The next state, from what inputs and hidden numbers add to the gates."""
+    """The next state, from the inputs' and the hidden numbers' shares of the gates."""
     if isinstance(module, nn.RNN):
         return (torch.tanh(from_x + from_h) if module.nonlinearity == "tanh" else torch.relu(from_x + from_h),)
     if isinstance(module, nn.LSTM):
@@ -184,7 +183,7 @@ def _cell(module: Any, from_x: Tensor, from_h: Tensor, state: State) -> State:
 
 
 def _factors_of_gates(module: Any, tap: Tap, b_NTG: Tensor) -> LayerFactors:
-    """Factors of the parameters of one direction of one layer, from the gradients of its gates."""
+    """The factors of one direction of one layer, from the gradients of its gates."""
     from_h_NTG = _through_reset(module, tap, b_NTG) if isinstance(module, nn.GRU) else b_NTG
     found: LayerFactors = {
         "weight_ih" + tap.suffix: Matrix(tap.x_NTp, b_NTG),
@@ -197,7 +196,7 @@ def _factors_of_gates(module: Any, tap: Tap, b_NTG: Tensor) -> LayerFactors:
 
 
 def _through_reset(module: nn.GRU, tap: Tap, b_NTG: Tensor) -> Tensor:
-    """What comes from hidden numbers to a GRU's last gate passes its reset gate first."""
+    """The gradients of the hidden numbers' shares: in a GRU's last gate, the reset gate multiplies this share."""
     size, shares = module.hidden_size, []
     for key, inputs in (("ih", tap.x_NTp), ("hh", tap.before_NTH)):
         weight, bias = (_weight(module, f"{name}_{key}{tap.suffix}", inputs.dtype) for name in ("weight", "bias"))

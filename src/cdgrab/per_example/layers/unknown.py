@@ -1,4 +1,4 @@
-"""Any layer that treats its examples one by one: it runs once more, example by example, with `torch.func`."""
+"""Any layer that treats its examples one by one: it runs again, example by example, with `torch.func`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors, Unseen, w
 class OneByOne(LayerAdapter):
     """Serves any layer.
 
-    Tensors as long as the outputs along the first dimension are taken to be laid out example by example, except for
-    `attn_mask`, which all examples share.
+    An argument whose first dimension is as long as that of the outputs is split by examples. All examples share the
+    others, and `attn_mask`.
     """
 
     runs_again = True
@@ -53,7 +53,7 @@ class OneByOne(LayerAdapter):
 
         examples = [leaf.unflatten(0, (num, -1)) for leaf, is_mapped in zip(leaves, mapped, strict=True) if is_mapped]
         try:
-            with _kernels_for_vmap():
+            with _batchable_kernels():
                 rows = vmap(pullback)(examples, cotangents)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             first_line = str(error).partition("\n")[0]
@@ -61,20 +61,20 @@ class OneByOne(LayerAdapter):
         return {name: Rows(row.flatten(1)) for name, row in rows.items()}
 
     def args_of_one(self, module: Any, args: Any) -> Any:  # noqa: ARG002
-        """What a module is called with for one example, a batch of one."""
+        """The arguments of the module for one example, a batch of one."""
         return args
 
 
 def _tensors_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Trainable parameters, and all other parameters and buffers."""
+    """The trainable parameters, and all other parameters and buffers, both at least in single precision."""
     wide = {name: widened(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     trained = {name: wide.pop(name) for name, parameter in module.named_parameters() if parameter.requires_grad}
     return trained, wide
 
 
 @contextmanager
-def _kernels_for_vmap() -> Iterator[None]:
-    """Without those that are fastest for a batch: they know no batch of batches."""
+def _batchable_kernels() -> Iterator[None]:
+    """A context without oneDNN, cuDNN and fused attention, whose kernels `vmap` cannot batch."""
     before = torch.backends.mkldnn.set_flags(_enabled=False)[0]
     try:
         with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
