@@ -1,4 +1,4 @@
-"""How rows of different ranks come together. Swapping an exchange changes cost, never results."""
+"""Exchanges bring the rows of all ranks together. Swapping one for another changes cost, never results."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ EXCHANGES: dict[str, ExchangeMaker] = {"sharded": Sharded, "gather": Gather, "se
 
 
 def find_exchange(exchange: str | ExchangeMaker) -> ExchangeMaker:
-    """Look an exchange up by name. A callable that makes one from a process group is passed through."""
+    """The function that makes an exchange, by the exchange's name. A function is passed through."""
     if callable(exchange):
         return exchange
     if exchange == "sketch":
         raise ValueError(
-            "exchange 'sketch' is gone: 'sharded' is exact at the price of an all-reduce, and attach(model, "
-            "source='sketch') makes short rows of single examples"
+            "exchange 'sketch' is gone: use 'sharded', which is exact at the price of an all-reduce, or "
+            "attach(model, source='sketch') for short rows of single examples"
         )
     if exchange not in EXCHANGES:
         raise ValueError(f"unknown exchange {exchange!r}; choose one of {', '.join(EXCHANGES)}")

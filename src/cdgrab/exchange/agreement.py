@@ -1,7 +1,7 @@
-"""Ranks must agree: on what they train before the first step, and on every sign after each epoch.
+"""Checks that ranks agree: on what they train before the first step, and on every sign after each epoch.
 
-Disagreement would not crash by itself; it would train on wrong orders in silence, or hang in a collective. So it is
-looked for where all ranks meet anyway, and is an error on every one of them.
+Without the check, disagreement would train on wrong orders in silence, or hang in a collective. Ranks compare where all
+of them communicate anyway. A difference is an error on every rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def check_same(what: str, mine: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Raise `ValueError` on every rank if the ranks' values differ, naming ranks and values."""
+    """Raise `ValueError` on every rank if the ranks' values differ; the message names ranks and values."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     for field in mine:
@@ -35,6 +35,6 @@ def check_digest(epoch: int, digest: int, group: dist.ProcessGroup | None) -> No
     if any(value != values[0] for value in values):
         listed = ", ".join(f"rank {rank}: epoch {value[0]}, digest {value[1]:08x}" for rank, value in enumerate(values))
         raise RuntimeError(
-            f"ranks disagree on the signs of an epoch ({listed}); their orders would no longer fit together. Resume "
+            f"ranks disagree on the signs of an epoch ({listed}), so their orders would no longer fit together; resume "
             "all ranks from the same checkpoint"
         )

@@ -1,4 +1,4 @@
-"""What an exchange does: the rows of this process's lanes in, the rows of all lanes that share a running sum out."""
+"""The base class of exchanges: rows of this process's lanes in, rows of all lanes that share a running sum out."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from cdgrab.orders.fill import SignArray
 class Exchange:
     """Brings together the rows of one step. A new one overrides `collect` and `counts`, and what differs.
 
-    Shapes: `m` visits of this process's `J` lanes go in, of all `L` lanes come out. The columns may be fewer than went
-    in: a slice of them, or a sketch.
+    Shapes: `m` visits of this process's `J` lanes go in, of all `L` lanes come out. Slices have fewer columns.
 
     Attributes:
-        name: What it goes by in messages and states; None for rows that stay where they are.
-        takes_sketches: Whether short rows of single examples may come in.
-        pairs_only: Whether it serves pair differences only.
+        name: Its name in messages and states; None if rows stay on their rank.
+        takes_sketches: Whether it takes short rows of single examples.
+        pairs_only: Whether it serves only pair differences.
         shares_signs: Whether one rank decides the signs of all.
-        bytes_sent: Bytes this rank has sent so far.
+        bytes_sent: The bytes this rank has sent so far.
     """
 
     name: ClassVar[str | None] = "custom"
@@ -42,15 +41,15 @@ class Exchange:
         raise NotImplementedError(f"{type(self).__name__} has no collect()")
 
     def counts(self, counts_mJ: BoolArray) -> BoolArray:
-        """Return which of all lanes have a unit, where a rank knows only its own, and has another number of visits."""
+        """Return which of all lanes have a unit in each visit. Ranks know their own lanes, and may differ in `m`."""
         raise NotImplementedError(f"{type(self).__name__} has no counts()")
 
     def share(self, signs_PL: SignArray) -> SignArray:
-        """The signs of the epoch, from whoever decided them to everyone."""
+        """Return the epoch's signs; the rank that decided them sends them to all others."""
         return signs_PL
 
     def sorter(self, rngs: list[np.random.Generator], make_rule: RuleMaker) -> Sorter | None:  # noqa: ARG002
-        """A sorter of its own for what `collect` returns; None if that is whole rows.
+        """Return a sorter for what `collect` returns, or None if that is whole rows.
 
         Args:
             rngs: A random generator for every lane whose rows come in.

@@ -1,4 +1,4 @@
-"""Three things about process groups that PyTorch leaves to the caller."""
+"""What PyTorch leaves to the caller: a group for ordering alone, uneven slices, and gloo's threads at exit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group of the same ranks, with the same time-out, for ordering alone.
+    """Create a group of the same ranks, with the same time-out, for ordering alone. All ranks of `group` must call it.
 
     All ranks must start the collectives of a group in the same order. Ordering starts its own beside training, so they
-    must not share a group with whatever the training loop starts. All ranks of `group` must call this.
+    must not share a group with those of the training loop.
     """
     parent: Any = group or dist.group.WORLD
     device = torch.device("cuda" if dist.get_backend(parent) == "nccl" else "cpu")
@@ -30,25 +30,25 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 @cache
 def end_threads_before_python() -> None:
-    """Have Python wait a moment before it closes, so that gloo's threads can finish their last collective.
+    """Make Python wait a moment before it exits, so that gloo's threads can finish their last collective.
 
-    A thread of gloo lets go of a tensor only after the loop has it, and needs Python for that. Python before 3.14 ends
-    a thread that asks for it while closing, and C++ answers with "terminate called without an active exception": a
-    run that went well ends with exit code -6. `destroy_process_group` joins the threads only if nothing holds the
-    group, and FSDP holds it, with or without cdgrab: https://github.com/pytorch/pytorch/issues/190489.
+    A gloo thread releases its tensor after the collective returns, and needs the interpreter for that. Python before
+    3.14 ends a thread that asks for it during exit. C++ then aborts: "terminate called without an active exception".
+    A successful run ends with exit code -6. `destroy_process_group` joins the threads only if nothing references
+    the group, but FSDP does, with or without cdgrab: https://github.com/pytorch/pytorch/issues/190489.
     """
     atexit.register(time.sleep, 0.1)
 
 
 def start_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> Callable[[], None]:
-    """Start to put all ranks' inputs one after the other into `output`; call what is returned before using it.
+    """Start an all-gather of all ranks' inputs into `output`. Call the returned function before using `output`.
 
-    Inputs are as `slice_widths` cuts `output`: of one length, but for rank 0, whose may be longer.
+    Inputs have the lengths of `slice_widths`: rank 0's may be longer than the others.
     """
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     widths = slice_widths(output.numel(), len(ranks))
     if dist.get_backend(group) != "gloo":
-        # The function of that kind has changed its name.
+        # Newer releases of PyTorch have another name for it.
         function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         left_over = widths[0] - widths[-1]
         pending = [function(output[left_over:], input[input.numel() - widths[-1] :], group=group, async_op=True)]
@@ -57,7 +57,7 @@ def start_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | N
                 output[:left_over] = input[:left_over]
             pending.append(dist.broadcast(output[:left_over], ranks[0], group=group, async_op=True))
         return lambda: _wait(pending)
-    # Gloo's own passes everything on from neighbour to neighbour; sending it straight there is a third faster.
+    # Gloo's all-gather is a ring; sending to every rank directly is a third faster.
     parts = output.split(widths)
     transfers = []
     for other in range(1, len(ranks)):
@@ -72,7 +72,7 @@ def start_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | N
 
 
 def slice_widths(numel: int, size: int) -> list[int]:
-    """How many numbers of a bucket each rank takes: all the same, and rank 0 what is left over, too.
+    """The widths of the slices of a bucket, by rank: all the same, but rank 0 takes the remainder, too.
 
     Example:
         >>> slice_widths(11, 4)

@@ -1,4 +1,4 @@
-"""Which exchange brings the rows of an ordering together, and in which group its ranks talk."""
+"""Chooses the exchange of an ordering and owns its process group."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from cdgrab.settings import Settings
 
 
 class Connection:
-    """The exchange in use. Whole rows and sketches may need another one.
+    """The exchange in use. It may change between whole rows and sketches.
 
     Args:
-        settings: Of the ordering.
-        exchange: What the user has asked for; None leaves the choice open.
+        settings: The settings of the ordering.
+        exchange: The user's choice, or None.
 
     Attributes:
-        exchange: In use.
-        group: The ranks; a group of its own where they exchange rows.
+        exchange: The exchange in use.
+        group: The ranks, in a group of its own if they exchange rows.
     """
 
     def __init__(self, settings: Settings, exchange: str | ExchangeMaker | None) -> None:
@@ -31,9 +31,9 @@ class Connection:
         _check(settings, maker if not exchanges and isinstance(maker, type) else self.exchange)
 
     def use_for(self, *, sketched: bool) -> None:
-        """Change to what whole rows, or sketches, need from now on. No collective is started.
+        """Switch to the exchange for sketches, or for whole rows. Starts no collective.
 
-        Where the user has left the choice open, sketches, which are short, are gathered.
+        Without a choice of the user's, sketches are gathered, because they are short.
         """
         current = self.exchange
         if current.name is None:
@@ -51,15 +51,15 @@ class Connection:
             self.exchange.bytes_sent = current.bytes_sent
 
     def close(self) -> None:
-        """Give the group back."""
+        """Destroy the group, if it is its own."""
         if self.exchange.name is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
 
 
 def _check(settings: Settings, exchange: Exchange | type) -> None:
-    """Whether the exchange, or its class, can serve the order."""
+    """Raise `ValueError` if the exchange, or its class, cannot serve the order."""
     name, order = getattr(exchange, "name", None), settings.order
     if getattr(exchange, "pairs_only", False) and settings.coordinated and not settings.balances_pairs:
         raise ValueError(f"exchange {name!r} balances pair differences, which order {order!r} does not; use 'gather'")
     if getattr(exchange, "shares_signs", False) and not settings.decides_signs and settings.spec.needs_gradients:
-        raise ValueError(f"exchange {name!r} sends signs, of which order {order!r} knows none; use 'gather'")
+        raise ValueError(f"exchange {name!r} sends signs, but order {order!r} has none; use 'gather'")

@@ -1,6 +1,6 @@
 """Every rank receives every row: the replicated order server of the paper's code.
 
-Simple and exact, and the yardstick for cheaper exchanges; its traffic is `W / 2` times that of an all-reduce.
+It is simple and exact, and its traffic is `W / 2` times that of an all-reduce. Cheaper exchanges are compared with it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Gather(Exchange):
 
 
 def by_lane(parts: list[Tensor]) -> Tensor:
-    """`m x L ...` from every rank's `m x J ...`: lane `l` of all is lane `l // W` of rank `l mod W`.
+    """The lanes of all ranks, `m x L ...`, from each rank's `m x J ...`. Lane `l` is lane `l // W` of rank `l mod W`.
 
     Example:
         >>> by_lane([torch.tensor([[0, 2]]), torch.tensor([[1, 3]])])

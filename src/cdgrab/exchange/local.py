@@ -1,4 +1,4 @@
-"""Everything is here already: one process has all lanes."""
+"""The exchange of one process, which has all lanes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cdgrab.lanes import BoolArray
 
 
 class Local(Exchange):
-    """Hands rows through."""
+    """Returns the rows as they are."""
 
     name = None
 

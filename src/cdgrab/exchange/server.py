@@ -1,6 +1,6 @@
 """Rank 0 is the order server: the others send it their rows, and receive signs when the epoch ends.
 
-The paper's architecture as drawn. All traffic ends at one rank, but the others need no memory for ordering.
+The paper draws this architecture. All traffic ends at one rank, but the others need no memory for ordering.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cdgrab.orders.fill import SignArray
 
 
 class Server(Gather):
-    """Gathers rows on the group's first rank and broadcasts what it decided."""
+    """Gathers rows on the group's first rank, which broadcasts the signs."""
 
     name = "server"
     shares_signs = True

@@ -1,11 +1,11 @@
 """Exact coordination at the price of an all-reduce.
 
 An all-reduce is a reduce-scatter followed by an all-gather. Replace the reduce-scatter by an all-to-all: the same bytes
-leave every rank, but rank `i` now holds *every* lane's slice `i` instead of their sum. It can still add them up, for
-the averaged gradient that training wants; and it can compute the slice's part of the table of inner products. The
-`L x (L + 1)` tables are summed over ranks with one tiny all-reduce, and every rank knows every sign.
+leave every rank, but rank `i` now holds *every* lane's slice `i` instead of their sum. Rank `i` adds them up for the
+averaged gradient that training needs, and computes the slice's part of the table of inner products. A small all-reduce
+sums the `L x (L + 1)` tables over ranks, and every rank decides every sign.
 
-The table of a pair is under way while the next step computes: it is waited for when the next pair begins.
+The all-reduce of a pair's table runs beside the next step. The sorter waits for it when the next pair begins.
 
 Shapes: `L` lanes, `J` of them on each of `W` ranks, `m` visits, `c` coordinates of a slice.
 """
@@ -32,7 +32,7 @@ from cdgrab.orders.fill import next_order, padded
 
 
 class Sharded(Gather):
-    """The exchange behind `observe`: turns a row into every lane's slices of this rank's coordinates."""
+    """The exchange behind `observe`: sends rows in slices, and returns every lane's slice that this rank owns."""
 
     name = "sharded"
     takes_sketches = False
@@ -53,7 +53,7 @@ class Sharded(Gather):
         return ShardedPairs(len(rngs), self, make_rule(rngs[0]))
 
     def add_up(self, table: Tensor) -> dist.Work | None:
-        """Start to sum tables over ranks, in place."""
+        """Start an all-reduce that sums a table over ranks, in place."""
         size = dist.get_world_size(self.group)
         self.bytes_sent += 2 * table.numel() * table.element_size() * (size - 1) // size
         work: dist.Work | None = dist.all_reduce(table, group=self.group, async_op=True)
@@ -62,7 +62,7 @@ class Sharded(Gather):
 
 @dataclass
 class StoredSlices:
-    """What is kept of a bucket: slices of the first rows until the second ones have come, then differences of pairs."""
+    """The stored slices of a bucket: first rows of pairs until the second ones have come, then their differences."""
 
     rows_Lc: Tensor
     running_sum_c: Tensor
@@ -73,8 +73,8 @@ class SlicedPairs:
     """The differences of a pair of visits, of which this rank has some coordinates: a `GradientBatch`.
 
     Attributes:
-        summed: Their table, in which the shares of all ranks are being added up.
-        work: Until that is done.
+        summed: Their table, which the all-reduce sums over ranks.
+        work: That all-reduce; None if there is nothing to wait for.
         active_L: Lanes that had a unit in both visits.
     """
 
@@ -82,7 +82,7 @@ class SlicedPairs:
     work: dist.Work | None
     active_L: BoolArray
 
-    def table(self, running_sum: Collection[StoredSlices]) -> Tensor:  # noqa: ARG002, it is in there
+    def table(self, running_sum: Collection[StoredSlices]) -> Tensor:  # noqa: ARG002, `summed` has its products
         if self.work is not None:
             self.work.wait()
         if self.active_L.all():
@@ -102,12 +102,12 @@ class SlicedPairs:
 class ShardedPairs:
     """PairBalance on slices: a sorter that never holds a whole row.
 
-    Slices come bucket by bucket, each handed over as soon as it is there: a bucket of DDP, a wrapped module of FSDP, or
-    a whole row. Those of the first of a pair are written straight into the store, those of the second are subtracted
-    from it. Memory: one visit's slices, and this rank's slice of the running sum, `dim / W`.
+    Slices come bucket by bucket: a bucket of DDP, a wrapped module of FSDP, or a whole row. It stores the slices of the
+    first of a pair, and subtracts those of the second from them. Memory: the slices of one visit, and this rank's slice
+    of the running sum, `dim / W`.
 
     Attributes:
-        store: What is kept of every bucket, by its name.
+        store: The stored slices of every bucket, by its name.
         decisions: The signs so far.
     """
 
@@ -117,8 +117,8 @@ class ShardedPairs:
         self._rule = rule
         self._tally = Tally()
         self.store: dict[Any, StoredSlices] = {}
-        self._first_L: BoolArray | None = None  # lanes that had a unit in the first of a pair; None before it is over
-        self._tables: list[Tensor] = []  # of the buckets that have come
+        self._first_L: BoolArray | None = None  # lanes with a unit in the first of a pair; None until its visit ends
+        self._tables: list[Tensor] = []  # of the buckets so far
         self._pending: SlicedPairs | None = None
         self.decisions = Decisions(num_lanes, paired=True)
 
@@ -129,7 +129,7 @@ class ShardedPairs:
     # Rows
 
     def room(self, name: Any, width: int, like: Tensor) -> Tensor | None:
-        """For the first of a pair: where the slices of a bucket are to be written. None for the second."""
+        """The tensor to write a bucket's slices into, for the first of a pair; None for the second."""
         if self._first_L is not None:
             return None
         self.resolve()  # the store still holds the differences of the pair before
@@ -140,7 +140,7 @@ class ShardedPairs:
         return self.store[name].rows_Lc
 
     def put(self, name: Any, slices_Lc: Tensor) -> None:
-        """Take the slices of a bucket. Slices that are already in the room given for them are not copied."""
+        """Take the slices of a bucket. Slices that were written into `room` are not copied."""
         room = self.room(name, slices_Lc.shape[1], slices_Lc)
         if room is None:
             stored = self.store[name]
@@ -149,14 +149,14 @@ class ShardedPairs:
             room.copy_(slices_Lc)
 
     def end_visit(self, counts_L: BoolArray) -> None:
-        """All buckets of this visit have come; `counts_L` says which lanes had a unit."""
+        """End a visit whose buckets have all come; `counts_L` says which lanes had a unit."""
         if self._first_L is None:
             self._first_L = counts_L
             return
         active_L, self._first_L = counts_L & self._first_L, None
         tables, self._tables = self._tables, []
         if not active_L.any():
-            self.resolve()  # signs come in the order of pairs
+            self.resolve()  # signs are appended in the order of pairs
             self.decisions.append(np.zeros(0, dtype=np.int8), active_L[None])
             return
         table = torch.stack(tables).sum(0)
@@ -164,20 +164,20 @@ class ShardedPairs:
         self._pending = SlicedPairs(table, work, active_L)
 
     def resolve(self) -> None:
-        """Decide the signs of the last pair, as soon as the store is needed for the next one."""
+        """Decide the signs of the last pair; the store is then free for the next one."""
         pairs, self._pending = self._pending, None
         if pairs is not None:
             decided_4K = balance(pairs, self.store.values(), self._rule, self._tally)
             self.decisions.append(decided_4K[0], pairs.active_L[None])
 
     def lift(self) -> Tensor:
-        """`(L + 1) x c`: all that is stored, bucket after bucket, running sums last. The store is empty then."""
+        """Empty the store and return it as `(L + 1) x c`: buckets side by side, running sums in the last row."""
         self.resolve()
         store, self.store = self.store, {}
         return torch.cat([torch.cat([one.rows_Lc, one.running_sum_c[None]]) for one in store.values()], dim=1)
 
     def lay_down(self, parts: Mapping[Any, Tensor]) -> None:
-        """Store columns again, by the names of new buckets."""
+        """Fill the store with columns that `lift` returned, by the names of new buckets."""
         self.store = {name: StoredSlices(part[:-1].clone(), part[-1].clone()) for name, part in parts.items()}
 
     # Sorter
@@ -191,11 +191,11 @@ class ShardedPairs:
         self._rule.start_epoch(epoch, int((visited_L // 2).sum()))
 
     def add(self, rows_mLD: Tensor, counts_mL: BoolArray | None = None) -> None:
-        """Visits whose rows are one bucket each; slices of them are given."""
-        everybody = np.ones(self._num_lanes, dtype=bool)
+        """Take slices of the rows of the next visits; a row is one bucket."""
+        all_lanes = np.ones(self._num_lanes, dtype=bool)
         for visit, slices_Lc in enumerate(rows_mLD):
             self.put("row", slices_Lc)
-            self.end_visit(everybody if counts_mL is None else counts_mL[visit])
+            self.end_visit(all_lanes if counts_mL is None else counts_mL[visit])
 
     def close(self) -> None:
         self.resolve()
@@ -213,7 +213,7 @@ class ShardedPairs:
         return {
             "second": waiting,
             "first": torch.from_numpy(first_L.copy()),
-            # Once a pair is complete and decided on, nothing of it is needed but how wide its buckets are.
+            # Once a pair is decided, only the widths of its buckets are needed.
             "differences": {
                 name: stored.rows_Lc[: self._num_lanes * waiting].clone() for name, stored in self.store.items()
             },
