@@ -182,7 +182,7 @@ def test_attaching_what_is_no_model() -> None:
         ("per_example", {"length": 64}, "source 'per_example' has no option 'length'; it takes reduction"),
         ("sketch", {"fitted": True}, "source 'sketch' has no option 'fitted'; it takes reduction, length"),
         ("sketch", {"hook": print}, "source 'sketch' has no option 'hook'"),
-        ("sketch", {"reduction": "none"}, "reduction is 'none'; say 'mean' or 'sum'"),
+        ("sketch", {"reduction": "none"}, "reduction is 'none'; pass the reduction of the loss"),
         ("ghost", {}, "source 'ghost' is gone: use 'sketch'"),
         ("best", {}, "unknown source 'best'; choose one of batch, per_example, sketch"),
         (3, {}, r"source is 3; pass one of 'batch', .* or an object with attach\(port, model\)"),

@@ -1,8 +1,8 @@
-"""Sources: where the gradients of units come from. Each is a frozen dataclass of its options, and a line in `SOURCES`.
+"""Sources supply the gradients of units. Each is a frozen dataclass of its options, and a line in `SOURCES`.
 
-`batch.py` takes what a backward pass leaves, in a module (`module.py`), or on several ranks (`ddp.py`, `fsdp.py`).
-`examples.py` takes rows or sketches of single examples from the layers of a model. What a source may ask of an
-ordering, and tell it, is in `port.py`. A source of your own needs nothing else.
+`batch.py` takes the gradient that a backward pass leaves, in a module (`module.py`), or on several ranks (`ddp.py`,
+`fsdp.py`). `examples.py` takes rows or sketches of single examples from the layers of a model. `port.py` defines what a
+source may ask of an ordering and tell it. A source of your own needs nothing else.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ SOURCES: dict[str, type[GradientSource]] = {
 }
 
 _GONE = {
-    "ghost": "use 'sketch', which keeps nearly all of its gain at less cost, or 'per_example' for exact signs from "
-    "whole rows",
+    "ghost": "use 'sketch', which keeps nearly all of its gain at less cost, or 'per_example', whose rows are exact",
 }
 
 
 def find_source(source: str | GradientSource, options: Mapping[str, Any]) -> GradientSource:
-    """A source by its name and options. One that is made already is passed through.
+    """The source with this name and these options. A source object is passed through.
 
     Example:
         >>> find_source("sketch", {"length": 256})
@@ -41,7 +40,7 @@ def find_source(source: str | GradientSource, options: Mapping[str, Any]) -> Gra
                 "attach(port, model)"
             )
         if options:
-            raise ValueError(f"{', '.join(options)} given with a source that is made already; give them to it")
+            raise ValueError(f"{', '.join(options)} given beside a source object; pass them when you make the source")
         return source
     if source in _GONE:
         raise ValueError(f"source {source!r} is gone: {_GONE[source]}")

@@ -1,4 +1,4 @@
-"""The source `"batch"`: a unit's gradient is what a backward pass leaves. Chooses by how the model is wrapped."""
+"""The source `"batch"`: a unit's gradient is what a backward pass leaves, in a plain or a wrapped model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cdgrab.sources.wrappers import check_same_model, is_fully_sharded, unwrappe
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSource:
-    """Gradients of whole batches: a unit is a batch, or several that are accumulated.
+    """Takes gradients of whole batches: a unit is a batch, or several that are accumulated.
 
     Args:
         hook: A communication hook that averages gradients instead of the all-reduce (`DistributedDataParallel` only).
@@ -57,7 +57,9 @@ class BatchSource:
         slot = HookSlot.of(model)
         ranks, expected = dist.get_world_size(model.process_group), port.settings.world.size
         if ranks != expected:
-            raise ValueError(f"the model is shared by {ranks} ranks, the ordering by {expected}")
+            raise ValueError(
+                f"the model is shared by {ranks} ranks, the ordering by {expected}; give both the same process group"
+            )
         check_same_model(model.module, model.process_group)
         return DdpAttachment(port, model, slot, self.hook, self.hook_state)
 
@@ -77,7 +79,7 @@ def _attach_fsdp(port: Port, model: nn.Module) -> Attachment:
             for group in param_groups(module):
                 if group.mesh_info.mesh.ndim > 1:
                     raise ValueError(
-                        f"{name or 'the model'} is sharded over a mesh of several dimensions; only one is known"
+                        f"{name or 'the model'} is sharded over a mesh of several dimensions; shard it over one"
                     )
     check_same_model(model, port.group)
     return FsdpAttachment(port, model)

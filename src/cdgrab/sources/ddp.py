@@ -1,7 +1,7 @@
-"""`DistributedDataParallel`: gradients are balanced on their way to the average.
+"""`DistributedDataParallel`: a communication hook takes the gradients before they are averaged.
 
-With the `sharded` exchange the hook takes the place of the all-reduce (`slices.py`). With any other exchange it copies
-the bucket and leaves averaging to the usual all-reduce. A hook of the user's own can do the averaging in both cases.
+With the `sharded` exchange the hook replaces the all-reduce (`slices.py`). With any other exchange it copies the bucket
+and leaves averaging to the usual all-reduce. In both cases a hook of the user's can do the averaging.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CommHook = Callable[[Any, GradBucket], Future[Tensor]]
 
 
 class DdpAttachment:
-    """Takes every bucket of gradients, and gives its average.
+    """Takes every bucket of gradients, and returns its average.
 
     Args:
-        port: To the ordering.
-        model: Whose gradients are averaged.
+        port: The ordering's port.
+        model: The wrapped model.
         slot: Hands the buckets over.
-        hook: Of the user's, which averages; None for the usual all-reduce.
-        hook_state: Its state.
+        hook: The user's hook, which averages; None for the usual all-reduce.
+        hook_state: The state of that hook.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class DdpAttachment:
         parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._port, self._slot = port, slot
         self._numbers = {id(p): number for number, p in enumerate(parameters)}
-        self._row = _BucketRow(parameters)
+        self._row = _RowBuffer(parameters)
         self._slices = BucketSlices(port, [p.numel() for p in parameters])
         slot.averaging, slot.state = hook, hook_state
         slot.take = self
@@ -54,7 +54,7 @@ class DdpAttachment:
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         port, last = self._port, bucket.is_last()
         if port.is_over:
-            self.settle()  # the job that ends the epoch
+            self.settle()  # wait for the job that ends the epoch
         numbers = [self._numbers[id(parameter)] for parameter in bucket.parameters()]
         sorter = port.slices
         if sorter is not None:
@@ -72,12 +72,12 @@ class DdpAttachment:
 
 
 class HookSlot:
-    """What a wrapped model calls for every bucket. It stays when an ordering is detached: a hook cannot be taken back.
+    """The model's communication hook. DDP cannot remove a hook, so the slot stays when an ordering is detached.
 
     Attributes:
-        take: The source at work, if there is one.
-        averaging: A hook of the user's that averages.
-        state: Its state.
+        take: The attachment that takes buckets, or None.
+        averaging: The user's hook that averages, or None.
+        state: The state of that hook.
     """
 
     def __init__(self, group: Any) -> None:
@@ -88,15 +88,15 @@ class HookSlot:
 
     @classmethod
     def of(cls, model: DistributedDataParallel) -> HookSlot:
-        """The slot of a model, new or left by an earlier source; raises `ValueError` if somebody else has a hook."""
+        """The slot of a model, new or left by an earlier source; raises `ValueError` if the model has another hook."""
         for hook, state in model._comm_hooks:
             if isinstance(state, HookSlot):
                 if state.take is not None:
                     raise ValueError("another ordering is attached to the model; call its detach() first")
                 return state
-            if hook is not _order_hook:  # which a copy of an attached model has left, without effect
+            if hook is not _order_hook:  # a copy of an attached model has this one, without effect
                 raise ValueError(
-                    "the model has a communication hook already, and DistributedDataParallel takes only one; give that "
+                    "the model has a communication hook already, and DistributedDataParallel takes only one; pass that "
                     "hook to attach(model, hook=..., hook_state=...) instead of registering it"
                 )
         slot = cls(model.process_group)
@@ -107,24 +107,24 @@ class HookSlot:
         return self.average(bucket) if self.take is None else self.take(bucket)
 
     def average(self, bucket: GradBucket) -> Future[Tensor]:
-        """The average over all ranks, without ordering."""
+        """Average a bucket over all ranks, without ordering."""
         if self.averaging is not None:
             return self.averaging(self.state, bucket)
         return allreduce_hook(self._group, bucket)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # nothing of it belongs into a file or a copy
+        return type(None), ()  # files and copies hold None instead
 
 
-class _BucketRow:
-    """A whole gradient, put together from buckets."""
+class _RowBuffer:
+    """Assembles a whole gradient from buckets."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._numels = [p.numel() for p in parameters]
         self.row_D = torch.zeros(0)
 
     def copy(self, numbers: list[int], bucket: GradBucket) -> None:
-        """Put the bucket's gradients where they belong in the row, before they are averaged away."""
+        """Copy the bucket's gradients to their places in the row, before they are averaged in place."""
         buffer = bucket.buffer()
         if self.row_D.numel() == 0:
             dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
@@ -135,5 +135,5 @@ class _BucketRow:
 
 
 def _order_hook(state, bucket):  # type: ignore[no-untyped-def]
-    # DDP compares annotations with the types themselves, and ours are strings: hence none.
+    # No annotations: DDP compares them with types, and ours are strings.
     return state(bucket)

@@ -1,4 +1,4 @@
-"""The sources `"per_example"` and `"sketch"`: a unit is a single example, seen by the layers of a model."""
+"""The sources `"per_example"` and `"sketch"`: a unit is a single example; hooks on layers capture its gradient."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ log = logging.getLogger("cdgrab")
 
 @dataclass(frozen=True, kw_only=True)
 class PerExampleSource:
-    """Whole gradients of single examples: exact, and `examples x parameters` numbers for every batch.
+    """Takes whole gradients of single examples: exact, but `examples x parameters` numbers for every batch.
 
     Args:
-        reduction: What the loss does with the batch.
+        reduction: Whether the loss is the `"mean"` or the `"sum"` over the batch.
         strict: Whether a parameter that cannot be balanced is an error. If not it is left out, with a warning.
     """
 
@@ -53,11 +53,11 @@ class PerExampleSource:
 
 @dataclass(frozen=True, kw_only=True)
 class SketchSource:
-    """A short row for every example, which keeps nearly all of the gain.
+    """Takes a short row for every example, which keeps nearly all of the gain.
 
     Args:
-        reduction: What the loss does with the batch.
-        length: Numbers of a sketch, a power of two. Longer ones are closer to exact, and cost more.
+        reduction: Whether the loss is the `"mean"` or the `"sum"` over the batch.
+        length: The length of a sketch, a power of two. Longer ones are closer to exact, and cost more.
         strict: Whether a parameter that cannot be balanced is an error. If not it is left out, with a warning.
     """
 
@@ -84,7 +84,7 @@ class SketchSource:
 
 
 def _watched(port: Port, model: nn.Module, source: str, length: int | None = None) -> nn.Module:
-    """The module whose layers are watched, the same on all ranks."""
+    """The module whose layers get hooks; raises `ValueError` if it does not fit the ordering or differs on ranks."""
     settings = port.settings
     if port.balances and settings.unit_size != 1:
         raise ValueError(
@@ -93,7 +93,7 @@ def _watched(port: Port, model: nn.Module, source: str, length: int | None = Non
         )
     model = unwrapped(model, compiled=False)
     if is_fully_sharded(model):
-        raise ValueError("with fully_shard no rank has whole layers to look at; use source 'batch'")
+        raise ValueError("with fully_shard no rank has the whole layers that hooks need; use source='batch'")
     watched = model.module if isinstance(model, DistributedDataParallel) else model
     if settings.ranks_meet:
         check_same_model(watched, port.group, source=source, length=length)
@@ -118,4 +118,4 @@ def _planned(model: nn.Module, strict: bool) -> tuple[Plan, Coverage]:
 
 def _check_reduction(reduction: str) -> None:
     if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}; say 'mean' or 'sum', as the loss does with the batch")
+        raise ValueError(f"reduction is {reduction!r}; pass the reduction of the loss, 'mean' or 'sum'")

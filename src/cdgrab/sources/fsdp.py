@@ -1,7 +1,7 @@
 """FSDP2 (`fully_shard`): its reduce-scatter becomes an all-to-all followed by a local sum.
 
-The same bytes leave every rank, the sharded gradient is the same up to rounding, and the rank has seen every rank's
-slice of the parameters it owns. Every wrapped module is a bucket of its own.
+The same bytes leave every rank, and the sharded gradient is the same up to rounding. In between, a rank has every
+rank's slice of the parameters it owns. Every wrapped module is a bucket.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from cdgrab.sources.port import Port
 
 
 class FsdpAttachment:
-    """Puts a reduce-scatter of its own into every wrapped module."""
+    """Replaces the reduce-scatter of every wrapped module."""
 
     def __init__(self, port: Port, model: nn.Module) -> None:
         self._port = port
-        self._task: int | None = None  # the backward pass that has been queued
+        self._task: int | None = None  # the backward pass whose end has a callback
         self._stream: torch.cuda.Stream | None = None
         wrapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._modules = [module for module in wrapped if param_groups(module)]  # the others have nothing to reduce
         self._before = [param_groups(module)[0]._reduce_scatter_comm for module in self._modules]
         for number, module in enumerate(self._modules):
-            # FSDP's own base class of such a thing is private; having its methods is what counts.
+            # FSDP's base class is private; an object with the same methods will do.
             comm: Any = _BalancedReduceScatter(self, number, self._before[number])
             module.set_custom_reduce_scatter(comm)
 
@@ -45,7 +45,7 @@ class FsdpAttachment:
             self._stream = torch.cuda.current_stream(input.device)
         task = current_pass()
         if task != self._task:
-            # At the end of this backward pass all modules will have come by.
+            # At the end of this backward pass all modules have been reduced.
             self._task = task
             at_end_of_pass(self._on_end_of_backward)
         size = dist.get_world_size(group)
@@ -55,7 +55,7 @@ class FsdpAttachment:
         if op == dist.ReduceOp.AVG:
             total /= size
         elif op != dist.ReduceOp.SUM:
-            raise ValueError(f"FSDP asks for the reduction {op}; only SUM and AVG are known")
+            raise ValueError(f"FSDP asks for the reduction {op}; only SUM and AVG are supported")
         output.copy_(total)
         self._port.sent(input.element_size() * (size - 1) * output.numel())
         sorter = self._port.slices
@@ -66,7 +66,7 @@ class FsdpAttachment:
     def _on_end_of_backward(self) -> None:
         self._task = None
         sorter, step = self._port.slices, self._port.count_step()
-        # On a GPU modules are reduced on a stream of FSDP's; what follows must come after them.
+        # On a GPU FSDP reduces modules on a stream of its own; what follows must come after that.
         with torch.cuda.stream(self._stream), self._port.timed():
             if sorter is not None:
                 sorter.end_visit(step.counts_L)
@@ -75,14 +75,14 @@ class FsdpAttachment:
 
 
 def param_groups(module: FSDPModule) -> list[Any]:
-    """The parameters a wrapped module reduces itself; none if all of them belong to modules wrapped inside it."""
+    """The parameter groups that a wrapped module reduces itself; none if modules wrapped inside it own them all."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 class _BalancedReduceScatter:
-    """FSDP's interface of a reduce-scatter; memory is allocated as the one it replaces does."""
+    """Implements FSDP's interface of a reduce-scatter; the one it replaces allocates its memory."""
 
     def __init__(self, attachment: FsdpAttachment, bucket: int, before: Any) -> None:
         self._attachment = attachment
@@ -96,5 +96,5 @@ class _BalancedReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        assert not async_op, "fully_shard does not ask for it"
+        assert not async_op, "fully_shard never sets it"
         self._attachment.take(self._bucket, output_tensor, input_tensor, group, op)

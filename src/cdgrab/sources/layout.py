@@ -1,8 +1,8 @@
-"""Which coordinates of a model this rank holds, and how they move when buckets are rebuilt.
+"""The coordinates of a model that each rank holds, and their move when buckets are rebuilt.
 
-`DistributedDataParallel` rebuilds its buckets after the first step. A bucket is cut into one slice per rank, so with
-other buckets a rank holds other coordinates, and what it has stored must move to whoever holds them now. Coordinates
-are those of all trainable parameters laid end to end.
+`DistributedDataParallel` rebuilds its buckets after the first step. A bucket is cut into one slice per rank. With other
+buckets a rank holds other coordinates, so stored columns must move to the ranks that hold them now. Coordinates are
+those of all trainable parameters laid end to end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Layout:
         ]
 
     def coordinates(self, rank: int) -> Tensor:
-        """What `rank` holds: its slice of every bucket."""
+        """The coordinates that `rank` holds: its slice of every bucket."""
         return torch.cat(
             [
                 coordinates.split(slice_widths(len(coordinates), self._num_ranks))[rank]
@@ -40,7 +40,7 @@ class Layout:
         )
 
     def owners(self) -> Tensor:
-        """For every coordinate the rank that holds it."""
+        """The rank that holds each coordinate."""
         owners = torch.empty(self._dim, dtype=torch.int32)
         for rank in range(self._num_ranks):
             owners[self.coordinates(rank)] = rank
@@ -48,12 +48,12 @@ class Layout:
 
 
 def redistribute(values_Rn: Tensor, old: Layout, new: Layout, group: dist.ProcessGroup | None) -> Tensor:
-    """Move columns from who holds them in `old` to who holds them in `new`, with one all-to-all.
+    """Move columns from the ranks that hold them in `old` to those that hold them in `new`, with one all-to-all.
 
     Args:
         values_Rn: `R` numbers for each of the `n` coordinates this rank holds in `old`, on any device.
-        old: Where they are.
-        new: Where they are to be.
+        old: The layout before.
+        new: The layout after.
         group: The ranks.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)

@@ -13,10 +13,10 @@ from cdgrab.sources.port import Port
 
 
 class ModuleAttachment:
-    """Observes once per backward pass, after all gradients are there.
+    """Observes once per backward pass, after all gradients have been accumulated.
 
-    Where a unit is several batches (`unit_size` a multiple of the batch), it observes what they have accumulated, after
-    the last of them.
+    If a unit is several batches (`unit_size` a multiple of the batch), it observes their accumulated gradient after the
+    last of them.
     """
 
     def __init__(self, port: Port, model: nn.Module, passes_per_unit: int) -> None:
@@ -24,8 +24,8 @@ class ModuleAttachment:
         self._model = model
         self._passes_per_unit = passes_per_unit
         self._passes = 0
-        self._task: int | None = None  # the backward pass that has been queued
-        self._last = -1  # the one that ended last; they are numbered as they begin
+        self._task: int | None = None  # the backward pass whose end has a callback
+        self._last = -1  # the pass that ended last; passes are numbered as they begin
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:
             raise ValueError("the model has no trainable parameter; there is no gradient to order by")
@@ -40,14 +40,14 @@ class ModuleAttachment:
 
     def _on_grad(self, parameter: Tensor) -> None:  # noqa: ARG002
         task = current_pass()
-        if task != self._task:  # another than one that may have broken off
+        if task != self._task:  # an interrupted pass may have left its number
             self._task = task
             at_end_of_pass(partial(self._on_end_of_backward, task))
 
     def _on_end_of_backward(self, task: int) -> None:
         if task < self._last:
             raise ValueError(
-                "a backward pass took place within another one, and each would count as a batch; with activation "
+                "a backward pass took place within another one, and both would count as batches; with activation "
                 "checkpointing use use_reentrant=False"
             )
         self._task, self._last = None, task

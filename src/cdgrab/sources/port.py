@@ -1,4 +1,4 @@
-"""What a source of gradients and an ordering have to do with each other: two protocols, one for each direction."""
+"""The protocols between sources of gradients and an ordering, one for each direction."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CountedStep:
-    """A step that has been counted: which lanes had a unit, and whether the epoch ends with it.
+    """A counted step: which lanes had a unit, and whether it is the last of the epoch.
 
-    Work on it may be done later than it was counted, by another thread, so it says for itself whether it is the last.
+    Another thread may work on a step after the next one has been counted, so each carries its own `ends_epoch`.
     """
 
     counts_L: BoolArray
@@ -29,35 +29,35 @@ class CountedStep:
 
 
 class Attachment(Protocol):
-    """A source at work: what is left on a model between `attach` and `detach`."""
+    """A source at work on a model, from `attach` to `detach`."""
 
     def settle(self) -> None:
-        """Wait until everything handed over has been dealt with; raise what went wrong meanwhile."""
+        """Wait until all pending work is done; raise its errors."""
 
     def detach(self) -> None:
         """Leave the model as it would be without ordering."""
 
 
 class GradientSource(Protocol):
-    """Where the gradients of units come from, with its options: a frozen dataclass.
+    """Supplies the gradients of units: a frozen dataclass of its options.
 
     `Ordering.attach(model, source=...)` takes one, or its name in `SOURCES`.
     """
 
     def attach(self, port: Port, model: nn.Module) -> Attachment:
-        """Watch `model` from now on; raises `ValueError` with the reason where that cannot be done."""
+        """Observe the gradients of `model` from now on; raise `ValueError`, with the reason, if that is impossible."""
 
 
 class Port(Protocol):
-    """What a source may ask of an ordering, and tell it.
+    """The side of an ordering that a source talks to.
 
-    A source that has the rows of a step calls `observe`. One that has slices of them hands these to `slices`, then
-    calls `count_step` and, where all ranks come by, `end_epoch_if_due`.
+    A source that has the rows of a step calls `observe`. One that has slices of them passes these to `slices`, then
+    calls `count_step`, and `end_epoch_if_due` at a point that all ranks reach.
     """
 
     @property
     def settings(self) -> Settings:
-        """What the ordering was asked for: batch and unit size, seed, world."""
+        """The checked arguments of the ordering: batch and unit size, seed, world."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -65,11 +65,11 @@ class Port(Protocol):
 
     @property
     def balances(self) -> bool:
-        """Whether gradients decide the order. If not, steps are counted all the same."""
+        """Whether gradients decide the order. Steps are counted in any case."""
 
     @property
     def slices(self) -> ShardedPairs | None:
-        """What takes slices of the gradients of all ranks; None if whole rows are wanted."""
+        """The sorter for slices of all ranks' gradients; None if the ordering takes whole rows."""
 
     @property
     def at_start(self) -> bool:
@@ -77,33 +77,32 @@ class Port(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether the epoch has been observed, and its end is still due."""
+        """Whether all of the epoch has been observed, and its end is still due."""
 
     def examples_due(self) -> int:
-        """How many examples the batch under way has, if units are single examples."""
+        """The number of examples in the batch under way, if units are single examples."""
 
     def expect(self, sketched: Sketched | None, *, anew: bool = False) -> None:
-        """Rows that come from now on are whole (None) or sketches. No collective is started.
+        """Announce whole rows (None) or sketches from now on. Starts no collective.
 
-        With `anew` they are of other parameters than before, even if their form is the same.
-
-        Within an epoch they stay what they are. Between epochs the draws of the rule go on.
+        Raises `ValueError` if that changes within an epoch. Between epochs the draws of the rule continue. With `anew`
+        rows are of other parameters than before, even if their form is the same.
         """
 
     def observe(self, rows: Tensor) -> None:
-        """Take the rows of a step, `units x dim`, and end the epoch if it was the last."""
+        """Take the rows of a step, `units x dim`, and end the epoch after its last step."""
 
     def count_step(self) -> CountedStep:
-        """Record a step with one unit on each rank, whose rows come as slices or not at all."""
+        """Count a step with one unit on each rank, whose rows come as slices or not at all."""
 
     def end_epoch_if_due(self) -> None:
-        """To be called where all ranks come by: ending an epoch takes collectives."""
+        """End the epoch if all of it has been observed. All ranks must call it: it may start collectives."""
 
     def covers(self, share: float) -> None:
         """Say which share of the trained numbers is balanced; 1 if nothing is said."""
 
     def timed(self) -> AbstractContextManager[None]:
-        """What is done in here counts as time spent on ordering."""
+        """A context whose duration counts as time spent on ordering."""
 
     def sent(self, num_bytes: int) -> None:
         """Count bytes that this rank has sent."""

@@ -1,6 +1,6 @@
 """Buckets of gradients through the `sharded` exchange: all-to-all, average of this rank's slice, all-gather.
 
-The same bytes as an all-reduce, and every rank has seen every rank's slice of the coordinates it owns.
+Ranks send the same bytes as in an all-reduce, and a rank receives every rank's slice of the coordinates it owns.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from cdgrab.sources.port import CountedStep, Port
 class BucketSlices:
     """Exchanges and averages buckets, and hands the slices of all ranks to the sorter.
 
-    Work on a bucket is given to one thread, so that it goes on beside the backward pass; one thread, because all ranks
-    must start their collectives in the same order. On a GPU a stream of its own takes the thread's place.
+    A thread does the work beside the backward pass. It is a single one, because all ranks must start their collectives
+    in the same order. On a GPU a stream replaces the thread.
 
     Args:
-        port: To the ordering.
+        port: The ordering's port.
         numels: Sizes of the parameters.
     """
 
     def __init__(self, port: Port, numels: list[int]) -> None:
         self._port, self._group = port, port.group
         self._store = _SliceStore(numels, port.group)
-        # A new thread starts with as many threads of its own as there are cores, whatever PyTorch was told.
+        # In a new thread PyTorch uses all cores, whatever its number of threads was set to.
         self._thread = ThreadPoolExecutor(1, "cdgrab", torch.set_num_threads, (torch.get_num_threads(),))
         self._jobs: list[Job[None]] = []
         self._stream: torch.cuda.Stream | None = None
-        self._kept: dict[str, Tensor] = {}
+        self._scratches: dict[str, Tensor] = {}
 
     def settle(self) -> None:
-        """Wait for what the thread has to do."""
+        """Wait for the thread's jobs; raise their errors."""
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             job.result()
@@ -54,12 +54,12 @@ class BucketSlices:
         bucket: GradBucket,
         averaging: Callable[[GradBucket], Future[Tensor]] | None,
     ) -> Future[Tensor]:
-        """Take a bucket of the parameters with these numbers; gives its average, by a hook of the user's if any."""
+        """Take a bucket of the parameters with these numbers; return its average, by the user's hook if any."""
         buffer = bucket.buffer()
         self._store.follow(sorter)
         step = self._port.count_step() if bucket.is_last() else None
         if averaging is not None:
-            # The user's hook starts collectives of its own; they must not mix with those of another thread.
+            # The user's hook starts collectives, whose order must not mix with those of another thread.
             slices = self._scatter(numbers, buffer)
             averaged = averaging(bucket)
             self._hand_over(numbers, slices)
@@ -69,8 +69,8 @@ class BucketSlices:
 
     def _on_thread(self, numbers: Bucket, buffer: Tensor, step: CountedStep | None) -> Future[Tensor]:
         future: Future[Tensor] = Future()
-        # Ending an epoch takes collectives, and a rank that has left its loop may close its connections. So the pass
-        # waits for them. Within an epoch training goes on, and the signs have time until the next step needs the store.
+        # Ending an epoch takes collectives, and a rank that has left its loop may close its connections. So the last
+        # backward pass waits for the end. Within an epoch, signs have time until the next step needs the store.
         ends_epoch = step is not None and step.ends_epoch
 
         def job() -> None:
@@ -101,14 +101,14 @@ class BucketSlices:
         return future
 
     def _exchange(self, numbers: Bucket, buffer: Tensor) -> None:
-        """Average the bucket; its slices are balanced while the averages are under way."""
+        """Average the bucket; hand its slices to the sorter while the all-gather runs."""
         slices = self._scatter(numbers, buffer)
         finish = self._gather_average(buffer, slices)
         self._hand_over(numbers, slices)
         finish()
 
     def _scatter(self, numbers: Bucket, buffer: Tensor) -> Tensor:
-        """Every rank's slice of this rank's coordinates."""
+        """Return every rank's slice of this rank's coordinates, after an all-to-all."""
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
         widths = slice_widths(buffer.numel(), size)
         width = widths[rank]
@@ -120,7 +120,7 @@ class BucketSlices:
         return slices
 
     def _gather_average(self, buffer: Tensor, slices: Tensor) -> Callable[[], None]:
-        """What DDP wants: the mean of all ranks' gradients, everywhere; there once what is returned was called."""
+        """Start to fill `buffer` with the mean of all ranks' gradients. Call the returned function to wait for it."""
         size, width = slices.shape
         # The mean of half-precision numbers is taken in single precision.
         wide = torch.promote_types(slices.dtype, torch.float32)
@@ -129,12 +129,12 @@ class BucketSlices:
         return start_all_gather(buffer, mean, self._group)
 
     def _hand_over(self, numbers: Bucket, slices: Tensor) -> None:
-        """Give the slices to the sorter."""
+        """Pass the slices to the sorter."""
         with self._port.timed():
             self._store.put(numbers, slices)
 
     def _end_step(self, step: CountedStep | None) -> None:
-        """With the last bucket the step ends."""
+        """End the step, if this was its last bucket."""
         if step is None:
             return
         with self._port.timed():
@@ -143,15 +143,15 @@ class BucketSlices:
             self._port.end_epoch_if_due()
 
     def _scratch(self, what: str, numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Room that is kept from bucket to bucket: allocating it anew costs as much as filling it."""
-        kept = self._kept.get(what)
-        if kept is None or kept.numel() < numel or kept.dtype != dtype:
-            kept = self._kept[what] = like.new_empty(numel, dtype=dtype)
-        return kept[:numel]
+        """Memory that is kept from bucket to bucket: allocating it costs as much as filling it."""
+        scratch = self._scratches.get(what)
+        if scratch is None or scratch.numel() < numel or scratch.dtype != dtype:
+            scratch = self._scratches[what] = like.new_empty(numel, dtype=dtype)
+        return scratch[:numel]
 
 
 class _SliceStore:
-    """The sorter, and in which buckets it stores coordinates: DDP rebuilds them after the first step.
+    """Passes slices to the sorter, and moves its store to other buckets: DDP rebuilds them after the first step.
 
     Attributes:
         sorter: Takes slices.
@@ -161,18 +161,18 @@ class _SliceStore:
 
     def __init__(self, numels: list[int], group: dist.ProcessGroup | None) -> None:
         self._numels, self._group = numels, group
-        self._stored: list[Bucket] = []  # of what the sorter stores; empty before its first step
-        self._arrived: list[Bucket] = []  # of the step under way
-        self._stash: list[tuple[Bucket, Tensor]] = []  # slices that the store has no place for yet
+        self._stored: list[Bucket] = []  # buckets of the sorter's store; empty before its first step
+        self._arrived: list[Bucket] = []  # buckets of the step under way
+        self._stash: list[tuple[Bucket, Tensor]] = []  # slices of buckets that are not in the store
 
     def follow(self, sorter: ShardedPairs) -> None:
-        """The sorter in use; a new one may have a loaded state, whose buckets may be those of another run."""
+        """Use this sorter from now on. A new one may have a loaded state, with the buckets of another run."""
         if getattr(self, "sorter", None) is not sorter:
             self.sorter = sorter
             self._stored = list(sorter.store)
 
     def room(self, numbers: Bucket, width: int, like: Tensor) -> Tensor | None:
-        """Where slices like these may be written, if the sorter wants to store them as they are."""
+        """The sorter's tensor to write a bucket's slices into, or None if it does not store them as they are."""
         room = self.sorter.room(numbers, width, like) if self._has_place(numbers) else None
         return room if room is not None and room.dtype == like.dtype else None
 
@@ -181,11 +181,11 @@ class _SliceStore:
         if self._has_place(numbers):
             self.sorter.put(numbers, slices)
         else:
-            self._stash.append((numbers, slices.clone()))  # the next bucket will overwrite them
+            self._stash.append((numbers, slices.clone()))  # the next bucket overwrites `slices`
         self._arrived.append(numbers)
 
     def end_step(self, step: CountedStep) -> None:
-        """All buckets have come."""
+        """End a step whose buckets have all come."""
         if self._stash:
             self._move()
         self._stored, self._arrived = self._arrived, []
@@ -195,7 +195,7 @@ class _SliceStore:
         return not self._stored or numbers in self._stored
 
     def _move(self) -> None:
-        """The buckets have been rebuilt: move what is stored to the new ones, then take the stashed slices."""
+        """Move the store to the rebuilt buckets, then take the stashed slices."""
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
         old, new = (Layout(self._numels, buckets, size) for buckets in (self._stored, self._arrived))
         moved = redistribute(self.sorter.lift(), old, new, self._group)

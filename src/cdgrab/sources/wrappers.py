@@ -1,4 +1,4 @@
-"""What other libraries wrap around a model: what can be taken off is, the rest is named."""
+"""Removes the wrappers of other libraries from a model, and refuses those it cannot remove."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cdgrab.exchange.agreement import check_same
 
 
 def unwrapped(model: nn.Module, *, compiled: bool = True) -> nn.Module:
-    """The model without what only forwards to it: Lightning Fabric's module, and `torch.compile` if that is `compiled`.
+    """The model without wrappers that only forward to it: Lightning Fabric's, and `torch.compile`'s if `compiled`.
 
-    `DistributedDataParallel` and `fully_shard` stay, since they say how gradients are averaged.
+    `DistributedDataParallel` and `fully_shard` stay, since they decide how gradients are averaged.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"attach() was given a {type(model).__name__}; expected a torch.nn.Module")
     while True:
-        # By attribute and name: asking for the classes would import the compiler, or Lightning.
+        # By attribute and name: naming the classes would import the compiler, or Lightning.
         fabric = type(model).__name__ == "_FabricModule"
         inner = getattr(model, "_forward_module" if fabric else "_orig_mod", None) if fabric or compiled else None
         if inner is None:
@@ -49,7 +49,7 @@ def is_fully_sharded(model: nn.Module) -> bool:
 
 
 def check_same_model(model: nn.Module, group: dist.ProcessGroup | None, **more: Any) -> None:
-    """Raise `ValueError` on every rank if ranks train other parameters, or have other options."""
+    """Raise `ValueError` on every rank if ranks train different parameters, or have different options."""
     layout = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters() if p.requires_grad]
     mine = {
         "the number of trainable parameters": len(layout),

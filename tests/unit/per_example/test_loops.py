@@ -210,7 +210,7 @@ def test_bad_arguments() -> None:
     for arguments, message in [
         ({"source": "magic"}, "unknown source 'magic'; choose one of batch, per_example, sketch"),
         ({"source": "ghost"}, "source 'ghost' is gone: use 'sketch'.* or 'per_example'"),
-        ({"source": "per_example", "reduction": "none"}, "reduction is 'none'; say 'mean' or 'sum'"),
+        ({"source": "per_example", "reduction": "none"}, "reduction is 'none'; pass the reduction of the loss"),
         ({"source": "sketch", "length": 100}, "length is 100; choose a power of two, 16 or more"),
         ({}, "source='sketch'"),
     ]:
