@@ -1,10 +1,10 @@
-"""`python -m cdgrab`, for torchrun and for those without the script on their path."""
+"""`python -m cdgrab`, for torchrun and for environments without the script on the path."""
 
 import sys
 
 
 def main() -> None:
-    """Hand over to the command line, whose packages may be missing."""
+    """Run the command line, or name the package that it lacks."""
     try:
         from cdgrab_experiments.cli import main as command_line
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What users may pass to an ordering, checked: what was found, what is accepted, what to do."""
+"""Checks of what users pass to an ordering. An error says what was found, what is accepted and what to do."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from cdgrab.world import World
 
 
 def length_of(dataset: Any) -> int:
-    """How many examples a dataset has; a number stands for itself."""
+    """The number of examples in a dataset; an integer is returned as it is."""
     if isinstance(dataset, IterableDataset):
         raise ValueError(
-            f"{type(dataset).__name__} is an iterable-style dataset, whose order is its own; an ordering needs a "
-            "map-style dataset, with __getitem__ and __len__"
+            f"{type(dataset).__name__} is an iterable-style dataset, which sets its own order; pass a map-style "
+            "dataset, with __getitem__ and __len__"
         )
     if isinstance(dataset, DataLoader):
         raise ValueError("a DataLoader was passed as the dataset; pass its dataset: Ordering(loader.dataset, ...)")
     if isinstance(dataset, Mapping):
         raise ValueError(
-            f"{type(dataset).__name__} has no examples by index, but names: {', '.join(map(repr, list(dataset)[:4]))}; "
-            "pass one of its data sets"
+            f"{type(dataset).__name__} maps names to datasets: {', '.join(map(repr, list(dataset)[:4]))}; pass one of "
+            "its datasets"
         )
     if isinstance(dataset, Sized):
         length = len(dataset)
@@ -37,16 +37,18 @@ def length_of(dataset: Any) -> int:
             f"{type(dataset).__name__} has no length; pass a map-style dataset (with __len__) or a whole number"
         )
     if length < 1:
-        raise ValueError(f"the dataset has {length} examples; there is nothing to order")
+        raise ValueError(f"the dataset has {length} examples; pass at least one")
     return length
 
 
 def as_rows(rows: Any) -> Tensor:
-    """What is observed, as a dense tensor of real numbers; a sequence of rows is stacked."""
+    """`rows` as a dense tensor; a sequence of rows is stacked."""
     if isinstance(rows, (list, tuple)) and rows and all(isinstance(row, Tensor) for row in rows):
         shapes = {tuple(row.shape) for row in rows}
         if len(shapes) > 1:
-            raise ValueError(f"the rows have different shapes: {', '.join(map(str, sorted(shapes)))}")
+            raise ValueError(
+                f"the rows have different shapes: {', '.join(map(str, sorted(shapes)))}; pass rows of one length"
+            )
         rows = torch.stack(tuple(rows))
     try:
         found = torch.as_tensor(rows)
@@ -57,12 +59,12 @@ def as_rows(rows: Any) -> Tensor:
     if found.layout != torch.strided:
         raise ValueError(f"rows are sparse ({found.layout}); pass rows.to_dense()")
     if found.is_meta:
-        raise ValueError("rows are on the device 'meta', where tensors have no values")
+        raise ValueError("rows are on the device 'meta', where tensors have no values; pass rows from a real device")
     return found
 
 
 def whole_number(name: str, value: Any, *, least: int) -> int:
-    """A whole number of any integer type, numpy's included."""
+    """`value` as an int; raises `ValueError` unless it is a whole number, of any integer type, from `least` on."""
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -73,20 +75,20 @@ def whole_number(name: str, value: Any, *, least: int) -> int:
 
 
 def checked_unit_size(unit_size: int | None, default: int | None, batch_size: int) -> int:
-    """Examples per unit: what was asked for, or `default`, or the whole batch of a process."""
+    """The examples per unit: `unit_size`, or `default`, or the whole batch of a process."""
     if unit_size is None:
         return default or batch_size
     unit_size = whole_number("unit_size", unit_size, least=1)
     if batch_size % unit_size and unit_size % batch_size:
         raise ValueError(
-            f"unit_size is {unit_size}, but a batch has {batch_size} examples; units and batches must not straddle "
-            f"each other, so choose a divisor of {batch_size}, or a multiple if batches are accumulated"
+            f"unit_size is {unit_size}, but a batch has {batch_size} examples; choose a divisor of {batch_size}, or a "
+            "multiple if batches are accumulated"
         )
     return unit_size
 
 
 def checked_lanes(lanes: int | None, world: World, units_per_batch: int) -> int:
-    """Lanes of all processes: what was asked for, or one for every unit of the global batch."""
+    """The number of lanes of all processes: `lanes`, or one for every unit of the global batch."""
     if lanes is None:
         return world.size * units_per_batch
     lanes = whole_number("lanes", lanes, least=1)

@@ -1,4 +1,4 @@
-"""A dataset that carries its indices along, for loaders that deliver batches out of order."""
+"""A dataset that returns indices with its items, for loaders that deliver batches out of order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Indexed(Dataset[tuple[int, T_co]]):
-    """Yields `(index, item)` instead of `item`, so that rows can be named: `ordering.observe(rows, units=index)`.
+    """Returns `(index, item)` instead of `item`, so that rows can be named: `ordering.observe(rows, units=index)`.
 
     Example:
         >>> Indexed(["a", "b"])[1]

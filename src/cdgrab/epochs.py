@@ -1,7 +1,7 @@
-"""The epochs of an ordering: which units come in which order now, and how rows make the next order.
+"""The epochs of an ordering: the order in force, and how rows make the next one.
 
-All that changes while an ordering lives is here. `Ordering` is what users hold; a source of gradients talks to this
-side of it, through `cdgrab.sources.Port`.
+This module holds all that changes while an ordering lives. Users hold an `Ordering`; a source of gradients talks to
+`Epochs`, through `cdgrab.sources.Port`.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from cdgrab.sources.port import CountedStep
 
 
 class Epochs:
-    """The epoch under way, and its end. Implements `cdgrab.sources.Port`.
+    """Takes the rows of the epoch under way, and ends it. Implements `cdgrab.sources.Port`.
 
     Args:
-        settings: What the ordering was asked for.
-        connection: To the other ranks.
-        lanes: As they are dealt in the first epoch.
+        settings: The checked arguments of the ordering.
+        connection: The exchange with other ranks, and their group.
+        lanes: The lanes, as dealt in the first epoch.
 
     Attributes:
         epoch: Counted from 0.
-        lanes: As they are dealt in this epoch.
+        lanes: The lanes, as dealt in this epoch.
         order_N: The units of this process, visit by visit.
-        progress: What of the epoch has been observed.
-        intake: Takes rows on their way to the sorter.
-        meter: Time spent on ordering, and the figures of the last epoch.
+        progress: Which units of the epoch have been observed.
+        intake: Checks rows and passes them to the sorter.
+        meter: The time spent on ordering, and the figures of the last epoch.
     """
 
     def __init__(self, settings: Settings, connection: Connection, lanes: Lanes) -> None:
         self.settings, self._connection = settings, connection
-        self._one_at_a_time = _Lock()
+        self._lock = _Lock()
         self.epoch = 0
         self.meter = Meter()
         self.lanes = lanes
@@ -86,7 +86,7 @@ class Epochs:
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank, from the first step on."""
+        """The bytes that this rank has sent since the first step."""
         return self._connection.exchange.bytes_sent
 
     # What it may tell
@@ -96,7 +96,7 @@ class Epochs:
             return
         if self.progress.rows and self.balances:
             raise ValueError(
-                f"{self.progress.rows} rows of this epoch have been observed already, as {self.intake.form}; go on "
+                f"{self.progress.rows} rows of this epoch have been observed already, as {self.intake.form}; continue "
                 "with these, or begin another epoch with set_epoch()"
             )
         self._connection.use_for(sketched=sketched is not None)
@@ -106,7 +106,7 @@ class Epochs:
         self.intake.start_epoch(self.epoch, self.lanes)
 
     def observe(self, rows: Tensor, units: Tensor | None = None) -> None:
-        with self._one_at_a_time:
+        with self._lock:
             with self.meter.timed():
                 self._take(rows, units)
             self.end_epoch_if_due()
@@ -134,7 +134,7 @@ class Epochs:
     # The end of an epoch
 
     def next_epoch(self, epoch: int) -> None:
-        """Close the epoch with what has been observed, and put the next order in force."""
+        """End the epoch with the rows observed so far, and put the next order in force."""
         with self.meter.timed():
             tallies = self._arrange()
         if self.progress.rows:
@@ -147,7 +147,7 @@ class Epochs:
                 self.lanes = self.settings.deal(epoch)
             self.order_N = self._baseline(spec, epoch)
         self.intake.start_epoch(epoch, self.lanes)
-        # Last, because whoever sees an unfinished epoch may go on with it.
+        # Last, because another thread that sees an unfinished epoch may begin to count its steps.
         self.progress = Progress(self.lanes, epoch, self.order_N)
 
     def _baseline(self, spec: Free, epoch: int) -> IntArray:
@@ -160,7 +160,7 @@ class Epochs:
         return from_lanes(planned)
 
     def _arrange(self) -> list[Tally]:
-        """Turn the signs of the epoch into an order, the same on all ranks; returns what balancing has counted."""
+        """Turn the epoch's signs into the next order, after checking that ranks agree on them; return the tallies."""
         sorter, settings = self.intake.sorter, self.settings
         if sorter is None:
             return []
@@ -183,15 +183,15 @@ class Epochs:
             units_due = steps * self.settings.units_per_batch
             step = self.progress.next_step(len(rows_ND) if self.balances else None, units_due)
         elif rows.ndim == 3:
-            raise ValueError("rows of several steps are those of the next units; pass them without units=")
+            raise ValueError("rows of several steps come in planned order; pass them without units=")
         else:
             examples = torch.as_tensor(units).reshape(-1).cpu().numpy()
             step = self.progress.named_step(len(rows_ND), examples)
-        # All checks are done; from here on the step is recorded.
+        # All checks are done: the step is recorded.
         self.progress.record(self.intake.take(rows_ND, step, self.lanes))
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Destroy the process group that ordering made for itself."""
         self._connection.close()
 
     # State
@@ -206,20 +206,20 @@ class Epochs:
         }
 
     def load_state_dict(self, epoch: int, payload: dict[str, Any]) -> None:
-        """Go on at `epoch` with a payload that has been checked; what is refused changes nothing."""
+        """Continue at `epoch` with a checked payload. A payload that is refused changes nothing."""
         lanes = self.settings.deal(epoch)
         order_N = payload["order"].numpy()
         progress = Progress(lanes, epoch, order_N)
         progress.load_state_dict(payload["progress"])
         intake = Intake(self.settings, self._connection.exchange, sketched=self.intake.sketched)
         intake.load_state_dict(payload, epoch, lanes)
-        # Nothing can fail any more.
+        # Nothing below can fail.
         self.epoch, self.lanes, self.order_N, self.progress, self.intake = epoch, lanes, order_N, progress, intake
         self.meter.figures, self.meter.seconds = payload["metrics"], payload["seconds"]
 
 
 class _Lock:
-    """A lock that may be copied along with what it guards: the copy is a lock of its own."""
+    """A lock that may be copied together with the object it guards; the copy is a new lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,13 +1,13 @@
-"""Factors: the gradients of single examples with respect to one parameter, in the form a layer has them.
+"""Factors: the gradients of single examples with respect to one parameter, in the form in which a layer has them.
 
-A linear layer with inputs `a` and output gradients `b` has, for example `i`, the gradient `sum_t outer(b_it, a_it)`.
-Its rows, its sketches and the gradient of the batch follow from `a` and `b`. Five forms cover every layer:
+Example `i` of a linear layer with inputs `a` and output gradients `b` has the gradient `sum_t outer(b_it, a_it)`. Rows,
+sketches and the gradient of the batch all follow from `a` and `b`. Five forms cover every layer:
 
     Matrix      factors `a` and `b`, as above
-    Lookup      the same for an embedding, whose `a` says which row of the table was used
+    Lookup      the same for an embedding, whose `a` are indices of rows of its table
     Convolved   the same for a convolution, whose `a` are patches of its input (`per_example/layers/convolution.py`)
-    Summed      vectors whose sum over positions is the gradient, as those of biases and norms
-    Rows        the gradients themselves, for layers that give nothing else
+    Summed      vectors whose sum over positions is the gradient, for biases and norms
+    Rows        the gradients themselves, for all other layers
 
 Shapes: `N` examples, `T` positions, `p` inputs, `q` outputs of a layer; `D` numbers of the parameter, `k` of a sketch.
 """
@@ -36,16 +36,16 @@ class Factors(Protocol):
         """The same gradients, times `factor`."""
 
     def rows(self) -> Tensor:
-        """`N x D`: one row for each example."""
+        """The gradients as rows, `N x D`."""
 
     def paired(self, paired: Paired) -> Tensor:
-        """`N x k`: what the map makes of them."""
+        """The gradients mapped by `paired`, `N x k`."""
 
     def spread(self, spread: Spread) -> Tensor:
-        """`N x spread.size`: what the map makes of them."""
+        """The gradients mapped by `spread`, `N x spread.size`."""
 
     def total(self) -> Tensor:
-        """`D` numbers, in any shape: the sum over examples, which is the batch's gradient."""
+        """The sum over examples, which is the batch's gradient: `D` numbers in any shape."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Summed:
     def rows(self) -> Tensor:
         if self.vectors_NTp.shape[1] > 1:
             return self.vectors_NTp.sum(1)
-        return self.vectors_NTp[:, 0].clone()  # it belongs to autograd, which may add to it
+        return self.vectors_NTp[:, 0].clone()  # autograd may add to it in place
 
     def paired(self, paired: Paired) -> Tensor:
         return paired.of_rows(self.rows())
@@ -130,7 +130,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Gradients of a `num_rows x q` table of which position `t` used row `index_t`."""
+    """Gradients of a `num_rows x q` table, of which position `t` used row `index_t`."""
 
     index_NT: Tensor
     b_NTq: Tensor
@@ -168,5 +168,5 @@ class Lookup:
 
 
 def by_example(x: Tensor, num: int) -> Tensor:
-    """`N x T x features`. A batch flattened into `N * T` rows, example by example, is taken apart again."""
+    """`x` as `N x T x features`, from any shape whose leading dimensions hold the positions example by example."""
     return x.reshape(num, -1, x.shape[-1])

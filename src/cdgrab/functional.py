@@ -26,14 +26,14 @@ def balance_vectors(
 ) -> Tensor:
     """Balance fixed vectors for some rounds and return the orders found.
 
-    Each round visits the vectors in the order the round before found, as an epoch of training would with gradients that
-    do not change. The first round visits them as they are stored.
+    A round visits the vectors in the order that the round before found, like an epoch of training whose gradients do
+    not change. The first round visits them as they are stored.
 
     Args:
         vectors_LUD: `lanes x units x dim`, on any device.
         order: A name in `cdgrab.ORDERS`.
         rule: How signs are decided; see `Ordering`.
-        rounds: How often to go over the vectors.
+        rounds: The number of passes over the vectors.
         seed: Seed of everything random.
 
     Returns:
@@ -58,15 +58,15 @@ def balance_rounds(
     seed: int = 0,
     shift: Callable[[int], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """As `balance_vectors`, and yield the order before the first round, then the one after each.
+    """Balance fixed vectors as `balance_vectors` does; yield the order before the first round, then after each.
 
     Args:
         vectors_LUD: `lanes x units x dim`, on any device.
         order: A name in `cdgrab.ORDERS`.
         rule: How signs are decided; see `Ordering`.
-        rounds: How often to go over the vectors.
+        rounds: The number of passes over the vectors.
         seed: Seed of everything random.
-        shift: What to add to all vectors in a round: a mean that moves, as that of gradients does.
+        shift: Returns a vector that is added to all others in a round: a mean that moves, as that of gradients does.
     """
     vectors_LUD = _checked(vectors_LUD)
     rounds, seed = whole_number("rounds", rounds, least=0), whole_number("seed", seed, least=0)
@@ -75,7 +75,7 @@ def balance_rounds(
     sorter = None
     if not isinstance(spec, Free):
         sorter = make_sorter(spec, [generator(seed, lane, "rule") for lane in range(num_lanes)], make_rule)
-    units_UL = np.arange(num_units * num_lanes).reshape(num_units, num_lanes)  # lane by lane, in one count
+    units_UL = np.arange(num_units * num_lanes).reshape(num_units, num_lanes)  # numbered visit by visit
     lanes = torch.arange(num_lanes, device=vectors_LUD.device)
     yield torch.from_numpy(units_UL // num_lanes).T.contiguous()
     for epoch in range(rounds):
@@ -94,7 +94,7 @@ def balance_rounds(
 
 
 def _checked(vectors_LUD: Tensor) -> Tensor:
-    """Vectors of a type that can be balanced."""
+    """The vectors, detached and at least in single precision; raises `ValueError` if they cannot be balanced."""
     if not isinstance(vectors_LUD, Tensor):
         raise ValueError(f"vectors are a {type(vectors_LUD).__name__}; pass a tensor, lanes x units x dim")
     if vectors_LUD.ndim != 3 or 0 in vectors_LUD.shape:

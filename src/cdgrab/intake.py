@@ -1,8 +1,8 @@
-"""Rows on their way to the sorter: checked, of one type, on one device, joined by those of other ranks.
+"""Checks rows, brings them to one type and device, exchanges them with other ranks, and passes them to the sorter.
 
-Which units they belong to, and when an epoch ends, is decided in `ordering.py`.
+`progress.py` decides to which units they belong, `epochs.py` when an epoch ends.
 
-Shapes: `n` rows of `D` numbers; `m` visits of `J` lanes of this process, of `L` lanes in all.
+Shapes: `n` rows of `D` numbers; `m` visits of this process's `J` lanes, or of all `L` lanes.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from cdgrab.settings import Settings
 
 
 class Sketched(NamedTuple):
-    """What short rows are like."""
+    """The form of sketches."""
 
     length: int
-    watched: int  # numbers at their end that are witnesses
+    watched: int  # the last so many numbers are witnesses
 
 
 class Intake:
-    """The sorter of an ordering, and the way there.
+    """Owns the sorter of an ordering, and passes checked rows to it.
 
     Args:
-        settings: Of the ordering.
+        settings: The settings of the ordering.
         exchange: Brings the rows of other ranks.
-        sketched: What rows are like if they are sketches.
+        sketched: The form of the sketches, or None if rows are whole.
 
     Attributes:
-        sorter: None for orders without gradients; their rows are checked and left alone.
+        sorter: None for orders without gradients: their rows are checked, then ignored.
     """
 
     def __init__(self, settings: Settings, exchange: Exchange, *, sketched: Sketched | None = None) -> None:
@@ -51,7 +51,7 @@ class Intake:
 
     @property
     def form(self) -> str:
-        """In which gradients come to the sorter, in words: those of another form mean nothing to it."""
+        """The form in which gradients come to the sorter, in words. A state fits only the same form."""
         rows = "rows" if self.sketched is None else f"sketches of {self.sketched.length} numbers"
         name = self._exchange.name
         return f"{rows} of one process" if name is None else f"{rows} (exchange {name!r})"
@@ -61,16 +61,16 @@ class Intake:
             self.sorter.start_epoch(epoch, lanes.visited_L[self._settings.sorted_lanes])
 
     def go_on_from(self, before: Intake) -> None:
-        """Take over what does not depend on the form of rows: the draws of rules."""
+        """Copy the state of the rules, which does not depend on the form of rows."""
         rules, earlier = ([] if one.sorter is None else one.sorter.rules for one in (self, before))
         for rule, other in zip(rules, earlier, strict=True):
             rule.load_state_dict(other.state_dict())
 
     def checked(self, rows: Tensor) -> Tensor:
-        """Rows of any form that users may pass, as `N x D`, of the type and on the device of the first that came."""
+        """The rows that a user passed, as `N x D`, of the type and on the device of the first rows."""
         if rows.ndim == 3:
             if len(rows) == 0:
-                raise ValueError(f"rows have the shape {tuple(rows.shape)}, which is no step; give at least one")
+                raise ValueError(f"rows have the shape {tuple(rows.shape)}, which has no step; pass at least one")
             rows = rows.flatten(0, 1)
         rows = rows.detach()
         if rows.ndim == 1:
@@ -82,19 +82,19 @@ class Intake:
             )
         if self._dim is not None and rows.shape[1] != self._dim:
             raise ValueError(
-                f"rows have {rows.shape[1]} columns, earlier ones had {self._dim}; the set of trainable parameters "
-                "must stay as it is, or a new ordering be made"
+                f"rows have {rows.shape[1]} columns, earlier ones had {self._dim}; keep the set of trainable "
+                "parameters as it is, or make a new ordering"
             )
         dtype = self._dtype or (torch.float64 if rows.dtype == torch.float64 else torch.float32)
         return rows.to(self._device or rows.device, dtype)
 
     def take(self, rows_nD: Tensor, step: Step, lanes: Lanes) -> Step:
-        """Take the checked rows of a step, and return it with as many visits as on the other ranks."""
+        """Pass the checked rows of a step to the sorter; return the step with as many visits as on all other ranks."""
         settings = self._settings
         if self._dim is None and settings.coordinated and settings.ranks_meet:
             shape = {"the number of columns": rows_nD.shape[1], "the type": str(rows_nD.dtype)}
             check_same("the rows", shape, self._exchange.group)
-        self._settle_on(rows_nD.device)
+        self._use_device(rows_nD.device)
         self._dim, self._dtype = rows_nD.shape[1], rows_nD.dtype
         if self.sorter is None:
             return step
@@ -110,7 +110,7 @@ class Intake:
             counts_mL = self._exchange.counts(counts_mL)
             step = step.lengthened(len(counts_mL))
         rows_mLD = self._exchange.collect(step.by_visit(rows_nD, len(settings.local_lanes)))
-        if rows_mLD is not None and len(rows_mLD):  # named rows may all be rest
+        if rows_mLD is not None and len(rows_mLD):  # a step of named rows may have no unit
             self.sorter.add(rows_mLD, counts_mL)
         return step
 
@@ -123,7 +123,7 @@ class Intake:
         }
 
     def load_state_dict(self, state: dict[str, Any], epoch: int, lanes: Lanes) -> None:
-        """To be called before any row has come. One form takes over from another only between epochs."""
+        """Load a state, before any row has come. A state of another form must be one between epochs."""
         if state["form"] == self.form:
             self._dim = state["dim"]
             self._dtype = None if state["dtype"] is None else getattr(torch, state["dtype"])
@@ -134,14 +134,14 @@ class Intake:
 
     def _new_sorter(self) -> Sorter | None:
         settings = self._settings
-        # Lanes that balance alone draw each for itself, wherever they are.
+        # Lanes that balance alone have a generator each, the same on any number of ranks.
         rngs = [generator(settings.seed, lane, "rule") for lane in settings.sorted_lanes]
         watched = 0 if self.sketched is None else self.sketched.watched
         own = self._exchange.sorter(rngs, settings.make_rule)
         return own or make_sorter(settings.spec, rngs, settings.make_rule, settings.block, watched)
 
-    def _settle_on(self, device: torch.device) -> None:
-        """Rows stay on the device of the first of them; a loaded state, which is on the CPU, follows."""
+    def _use_device(self, device: torch.device) -> None:
+        """Keep all rows on the device of the first. A loaded state, which is on the CPU, moves there."""
         if self._device is None:
             self._device = device
             if self._dim is not None and self.sorter is not None and device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Lanes: which examples are dealt where, and which of them form a unit.
+"""Lanes: deals examples into units, and units into lanes.
 
 A *unit* is what an order permutes: one example, or `unit_size` examples whose gradient is observed as one row. A *lane*
 is a sequence of units that is reordered on its own, in step with the other lanes. A *visit* is one unit of every lane.
@@ -8,16 +8,16 @@ seeded permutation, from the `k`-th on. Its units, in dealt order, go to its lan
     unit          0  1  2  3  4  5  6  7  ...
     local lane    0  1  2  3  0  1  2  3  ...        with 4 lanes on this rank, a visit is a line of 4
 
-Local lane `j` of rank `k` is lane `k + W j` of all. So, where units are single examples, lane `l` of `L` holds every
-`L`-th example of the permutation, whatever the number of ranks is.
+Local lane `j` of rank `k` is lane `k + W j` of all. So, if units are single examples, lane `l` of `L` holds every
+`L`-th example of the permutation, on any number of ranks.
 
-A process visits `num_samples` examples in an epoch, as many as every other one:
+Every process visits `num_samples` examples in an epoch:
 
     ordered units ............ | rest: examples that fill no unit, then padding
 
-Only the units move. The rest comes last in every epoch, so that unit and batch boundaries stay where they are; its rows
-are accepted and ignored. Padding repeats examples so that all processes take equally many steps (as
-`DistributedSampler` does); it is never part of an order.
+Only the units move. The rest comes last in every epoch, so that unit and batch boundaries stay where they are. Its rows
+are accepted and ignored. Padding repeats examples so that all processes take equally many steps, as with
+`DistributedSampler`. It is never part of an order.
 
 Shapes: `N` units of this process, `J` lanes of it, `L` lanes in all, `m` visits, `u` examples in a unit.
 """
@@ -43,8 +43,8 @@ class Lanes:
     """The units of this process's lanes.
 
     Attributes:
-        num_lanes: Of all processes.
-        num_samples: Examples every process visits in an epoch, padding included.
+        num_lanes: The number of lanes of all processes.
+        num_samples: The examples that every process visits in an epoch, padding included.
         dealt_in: The epoch whose permutation was dealt.
         dealt: That permutation of all examples.
     """
@@ -60,44 +60,44 @@ class Lanes:
 
     @functools.cached_property
     def num_local(self) -> int:
-        """Lanes of this process."""
+        """The number of lanes of this process."""
         return self.num_lanes // self.world.size
 
     @property
     def local(self) -> range:
-        """The lanes of this process, as they are numbered among all of them."""
+        """The lanes of this process, numbered among all lanes."""
         return range(self.world.rank, self.num_lanes, self.world.size)
 
     @functools.cached_property
     def units_Nu(self) -> IntArray:
-        """Dataset indices of every unit of this process."""
+        """The dataset indices of every unit of this process."""
         shard = self.dealt[self.world.rank :: self.world.size]
         units_Nu: IntArray = shard[: len(shard) - len(shard) % self.unit_size].reshape(-1, self.unit_size)
         return units_Nu
 
     @property
     def num_units(self) -> int:
-        """How many units this process has."""
+        """The number of units of this process."""
         return len(self.units_Nu)
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """Rows this process observes in an epoch: of its visited units, and of what is left over."""
+        """The number of rows this process observes in an epoch: those of visited units, and of the rest."""
         return -(-self.num_samples // self.unit_size)
 
     @functools.cached_property
     def num_visits(self) -> int:
-        """In an epoch; in the last of them some lanes may have no unit."""
+        """The number of visits in an epoch; in the last, some lanes may have no unit."""
         return -(-self.num_rows // self.num_local)
 
     @functools.cached_property
     def num_visited(self) -> int:
-        """Units that an epoch visits whole: fewer than there are only where `drop_last` cuts the epoch."""
+        """The number of units that an epoch visits whole: all of them, unless `drop_last` cuts the epoch."""
         return self._visited_by(self.world.rank)
 
     @functools.cached_property
     def visited_L(self) -> IntArray:
-        """How many units of each lane an epoch visits."""
+        """The number of units that an epoch visits in each lane."""
         rank_L, local_L = np.arange(self.num_lanes) % self.world.size, np.arange(self.num_lanes) // self.world.size
         visited_R = np.array([self._visited_by(rank) for rank in range(self.world.size)])
         visited_L: IntArray = -((local_L - visited_R[rank_L]) // self.num_local)
@@ -108,7 +108,7 @@ class Lanes:
         return int(self.visited_L.min())
 
     def counts(self, start: int, visits: int, lanes: range) -> BoolArray | None:
-        """Which of some lanes have a unit in each of some visits from `start` on; None: all of them have."""
+        """Which of `lanes` have a unit in each of `visits` visits from `start` on; None: all have."""
         if start + visits <= self._whole_visits:
             return None
         return np.arange(start, start + visits)[:, None] < self.visited_L[lanes]
@@ -118,25 +118,25 @@ class Lanes:
         return units % self.num_local
 
     def padding(self, epoch: int) -> IntArray:
-        """Examples this process repeats at the end of `epoch`: the first dealt, in later epochs random ones."""
+        """The examples this process repeats at the end of `epoch`: the first dealt, in later epochs random ones."""
         size = self.world.size
         length = max(0, self.num_samples * size - self.num_examples)
         if epoch == self.dealt_in:
             repeated = self.dealt[np.arange(length) % self.num_examples]
         else:
             repeated = generator(self.seed, epoch, "padding").integers(self.num_examples, size=length)
-        # Position `num_examples + i` of the padded list falls to rank `(num_examples + i) mod size`.
+        # Position `num_examples + i` of the padded list belongs to rank `(num_examples + i) mod size`.
         mine: IntArray = repeated[(self.num_examples + np.arange(length)) % size == self.world.rank]
         return mine
 
     def examples(self, order_N: IntArray, padding: IntArray) -> IntArray:
-        """Dataset indices in the order in which an epoch visits them."""
+        """The dataset indices in the order in which an epoch visits them."""
         rest = self.dealt[self.world.rank :: self.world.size][self.units_Nu.size :]
         return np.concatenate([self.units_Nu[order_N].reshape(-1), rest, padding])[: self.num_samples]
 
     @functools.cached_property
     def unit_of(self) -> IntArray:
-        """For every dataset index the unit of this process it belongs to, or -1."""
+        """The unit of this process that each dataset index belongs to, or -1."""
         found = np.full(self.num_examples, -1, dtype=narrowest(self.num_units))
         found[self.units_Nu] = np.arange(self.num_units)[:, None]
         return found
@@ -162,7 +162,7 @@ def deal(
     With `whole_batches` every process visits the largest multiple of that number for which no padding is needed.
     """
     if shuffle:
-        # On the CPU whatever the default device, as DistributedSampler's own generator is.
+        # On the CPU, whatever the default device is: so is DistributedSampler's generator.
         random = torch.Generator("cpu").manual_seed(seed + epoch)
         dealt = torch.randperm(num_examples, generator=random, device="cpu").numpy()
     else:
@@ -180,11 +180,11 @@ def deal(
 
 
 def narrowest(count: int) -> np.dtype[np.signedinteger]:
-    """The narrowest type for the numbers below `count`, and -1."""
+    """The narrowest integer type for the numbers below `count`, and -1."""
     return np.min_scalar_type(-max(1, count))
 
 
 def generator(seed: int, *stream: int | str) -> np.random.Generator:
-    """A random generator for one purpose: the same for the same `seed` and `stream`, independent of all others."""
+    """A random generator: the same for the same `seed` and `stream`, independent of all others."""
     words = [int.from_bytes(part.encode(), "little") if isinstance(part, str) else part for part in stream]
     return np.random.default_rng([seed, *words])

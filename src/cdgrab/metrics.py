@@ -1,4 +1,4 @@
-"""Figures of an epoch: what ordering costs, and what the balancers counted along the way."""
+"""Figures of an epoch: the cost of ordering, and the counts of the balancers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger("cdgrab")
 
 
 class Meter:
-    """The time spent on the epoch under way, and the figures of the last one that has ended."""
+    """Measures the time spent on the epoch under way, and keeps the figures of the last finished one."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -24,13 +24,13 @@ class Meter:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """What is done in here counts as time spent on ordering; what is refused leaves no trace."""
+        """A context whose duration counts as time spent on ordering, unless it raises."""
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start
 
     def finish(self, epoch: int, tallies: list[Tally], unobserved: int, bytes_sent: int) -> None:
-        """Keep the figures of `epoch`, which has ended; `bytes_sent` counts from the very first."""
+        """Keep the figures of `epoch`, which has ended; `bytes_sent` counts from the first epoch on."""
         sent, self._bytes_before = bytes_sent - self._bytes_before, bytes_sent
         self.figures = summarise(
             epoch, tallies, unobserved=unobserved, seconds=self.seconds, bytes_sent=sent, balanced=self.balanced
@@ -54,7 +54,7 @@ class Meter:
 def summarise(
     epoch: int, tallies: list[Tally], *, unobserved: int, seconds: float, bytes_sent: int, balanced: float
 ) -> dict[str, float]:
-    """One flat dictionary, the same keys for every order; see `Ordering.metrics` for their meaning."""
+    """The figures as a flat dictionary with the same keys for every order; `Ordering.metrics` explains them."""
     rows = sum(tally.rows for tally in tallies)
     moved = [tally for tally in tallies if tally.sum_lengths > 0]
     imbalances = [math.sqrt(max(0.0, tally.max_norm2) / tally.sum_lengths) for tally in moved]

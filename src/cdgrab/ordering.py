@@ -1,4 +1,4 @@
-"""`Ordering`, the class users hold. What changes from step to step is in `epochs.py`."""
+"""`Ordering`, the class that users hold. `epochs.py` holds what changes from step to step."""
 
 from __future__ import annotations
 
@@ -34,26 +34,25 @@ class Ordering:
     Args:
         dataset: A map-style dataset, or its length.
         batch_size: The batch size of the loader, on each rank.
-        unit_size: Examples per unit. By default a whole batch is one unit, which is what a plain `backward()` gives a
-            gradient of; 1 orders single examples and needs one row per example. Orders without gradients shuffle
-            single examples by default.
-        lanes: How many sequences of units are reordered, each on its own and in step with the others: the paper's
+        unit_size: Examples per unit. By default a whole batch is one unit: `backward()` gives its gradient. 1 orders
+            single examples and needs one row per example. Orders without gradients shuffle single examples by default.
+        lanes: The number of sequences of units, each reordered on its own and in step with the others: the paper's
             workers. By default one for every unit of the global batch (all ranks' batches together). Rank `k` of `W`
             has the lanes `l` with `l mod W == k`.
         order: `"cd-grab"` or another name in `cdgrab.ORDERS`.
         rule: `"greedy"`, `"walk"`, `"halving"`, or a function that makes a rule from a random generator.
-        world: Rank and number of processes; by default what `torch.distributed` says.
+        world: Rank and number of processes; by default those of `torch.distributed`.
         seed: Seed of the first order and of everything random.
-        drop_last: Leave out of every epoch what does not fill a batch on every rank. Units that were left out come
-            in the middle of the next epoch; examples that fill no unit (fewer than `unit_size` on each rank, none if
-            it is 1) are never visited. Without it the last batch is short, and ranks with one example less repeat
-            one, as with `DistributedSampler`.
+        drop_last: Leave examples that do not fill a batch on every rank out of every epoch. Their units come in the
+            middle of the next epoch. Examples that fill no unit (fewer than `unit_size` on each rank, none if it is 1)
+            are never visited. Without it the last batch is short, and ranks with one example less repeat one, as with
+            `DistributedSampler`.
         group: The ranks among which data are dealt: a process group or a dimension of a device mesh; by default all.
         exchange: How ranks bring their rows together: `"sharded"` (default for `cd-grab`; the price of an all-reduce),
             `"gather"` (default for the other coordinated orders), `"server"`, or a function that makes one from a
             process group.
-        block: Rows to collect before signs are decided; by default it adapts to their length. Changes
-            cost, not results.
+        block: Rows to buffer before signs are decided; by default it adapts to their length. It changes cost, not
+            results.
 
     Example:
         >>> ordering = Ordering(8, batch_size=2)
@@ -118,17 +117,17 @@ class Ordering:
 
     @property
     def world(self) -> World:
-        """Rank and number of processes."""
+        """The rank of this process and the number of processes."""
         return self._settings.world
 
     @property
     def batch_size(self) -> int:
-        """Examples of this process in a full batch."""
+        """The number of examples of this process in a full batch."""
         return self._settings.batch_size
 
     @property
     def unit_size(self) -> int:
-        """Examples in a unit."""
+        """The number of examples in a unit."""
         return self._settings.unit_size
 
     @property
@@ -143,7 +142,7 @@ class Ordering:
 
     @property
     def drop_last(self) -> bool:
-        """Whether every epoch leaves out what does not fill a batch."""
+        """Whether every epoch leaves out examples that do not fill a batch."""
         return self._settings.drop_last
 
     # What is visited
@@ -155,7 +154,7 @@ class Ordering:
 
     @property
     def orders(self) -> tuple[Tensor, ...]:
-        """For each lane of this process, the dataset indices of its units in this epoch's order."""
+        """The dataset indices of the units in this epoch's order, for each lane of this process."""
         epochs = self._settled()
         visited_Nu = epochs.lanes.units_Nu[epochs.order_N]
         num_lanes = epochs.lanes.num_local
@@ -163,60 +162,60 @@ class Ordering:
 
     @property
     def order(self) -> Tensor:
-        """Dataset indices of this process's units in this epoch's order."""
+        """The dataset indices of this process's units in this epoch's order."""
         epochs = self._settled()
         return _as_indices(epochs.lanes.units_Nu[epochs.order_N])
 
     @property
     def examples_per_epoch(self) -> int:
-        """Examples this process visits in an epoch, padding included."""
+        """The number of examples this process visits in an epoch, padding included."""
         return self._epochs.lanes.num_samples
 
     @property
     def examples_left(self) -> int:
-        """Examples of this epoch whose rows have not been observed."""
+        """The number of examples of this epoch whose rows have not been observed."""
         return self._settled().progress.samples_left
 
     def remaining(self) -> IntArray:
-        """Dataset indices this process has yet to visit in this epoch, in the order a loader should deliver them."""
+        """The dataset indices this process has yet to visit in this epoch, in the order for a loader."""
         return self._settled().progress.remaining().astype(np.int64)
 
     # What is observed
 
     def observe(self, rows: Tensor, units: Tensor | None = None) -> None:
-        """Take the gradients of the next units. Once the whole epoch has been observed, the next order is in force.
+        """Take the gradients of the next units. The last row of the epoch puts the next order in force.
 
         Args:
             rows: One row per unit, `units x dim`, or a single row. Any device, any floating type; nothing is kept by
-                reference. A call takes the rows of a whole batch, as the loader delivers it. Several whole batches may
-                come at once, `steps x units x dim`: signs are not due before the epoch ends, and short rows are
-                balanced faster together. The scale of rows does not matter as long as it is the same for all of them,
-                and their squared lengths are numbers of their type (in single precision from 1e-38 to 1e38).
+                reference. A call takes the rows of a whole batch, as the loader delivers it. It may take several whole
+                batches, `steps x units x dim`: signs are not due before the epoch ends, and short rows are balanced
+                faster together. The scale of rows does not matter if it is the same for all of them, and their squared
+                lengths are numbers of their type (in single precision from 1e-38 to 1e38).
             units: The dataset indices behind the rows, `unit_size` for each, if batches may arrive out of order.
                 Without them the rows are those of the next units of the order. Name them always or never.
         """
         if self._attachment is not None:
-            raise ValueError("gradients are observed by the model this ordering is attached to; call detach() first")
+            raise ValueError("the ordering is attached to a model, whose gradients it observes; call detach() first")
         self._epochs.expect(None)
         self._epochs.observe(rows, units)
 
     def attach(self, model: nn.Module, *, source: str | GradientSource = "batch", **options: Any) -> None:
-        """Observe the gradients of `model` from now on, at every backward pass; nothing else is to be called.
+        """Observe the gradients of `model` from now on, at every backward pass. No other call is needed.
 
         Args:
             model: A `DistributedDataParallel` model, one to which `fully_shard` has been applied, or, in one process,
                 any module.
-            source: What a unit's gradient is. `"batch"`: what a backward pass leaves, so a unit is a batch, or several
-                that are accumulated (`no_sync`). For single examples (`unit_size=1`): `"sketch"`, a short row for every
-                example that keeps nearly all of the gain, or `"per_example"`, the whole gradient of every example:
-                exact, and `examples x parameters` numbers for every batch. A `cdgrab.sources.GradientSource` of your
-                own serves as well.
-            options: Of the source; one that it does not have is an error. `"batch"` takes `hook` and `hook_state`, a
-                communication hook that averages gradients instead of the all-reduce (`DistributedDataParallel` only).
-                `"sketch"` and `"per_example"` take `reduction`, what the loss does with the batch: `"mean"` (default)
-                or `"sum"`, and `strict`: whether a parameter whose gradients of single examples cannot be seen is an
-                error. By default it is left out, with a warning. `"sketch"` takes `length`, how many numbers a sketch
-                has: a power of two, by default 1,024.
+            source: Where the gradients of units come from. `"batch"`: the gradient that a backward pass leaves; a unit
+                is a batch, or several that are accumulated (`no_sync`). For single examples (`unit_size=1`):
+                `"sketch"`, a short row for every example, which keeps nearly all of the gain, or `"per_example"`, the
+                whole gradient of every example: exact, but `examples x parameters` numbers for every batch. Or a
+                `cdgrab.sources.GradientSource` of your own.
+            options: Options of the source; one that it does not have is an error. `"batch"` takes `hook` and
+                `hook_state`, a communication hook that averages gradients instead of the all-reduce
+                (`DistributedDataParallel` only). `"sketch"` and `"per_example"` take `reduction`, that of the loss:
+                `"mean"` (default) or `"sum"`. They leave out, with a warning, parameters whose gradients of single
+                examples cannot be seen; `strict=True` refuses such models. `"sketch"` takes `length`, a power of two,
+                by default 1,024.
         """
         if self._attachment is not None:
             raise ValueError("the ordering is attached to a model already; call detach() first")
@@ -224,34 +223,34 @@ class Ordering:
         self._attachment = find_source(source, options).attach(self._epochs, model)
 
     def explain(self, model: nn.Module, *inputs: Any, length: int = DEFAULT_LENGTH) -> str:
-        """What `attach(model, source="sketch")` makes of a model: a table, layer by layer, with costs.
+        """A table of how `attach(model, source="sketch")` sketches each layer of a model, and at what cost.
 
         Args:
             model: The model.
-            inputs: Its arguments for some batch, so that costs can be told; a forward pass is made.
-            length: Of the sketches.
+            inputs: Its arguments for some batch. A forward pass with them counts positions, on which costs depend.
+            length: The length of the sketches.
         """
         return explain(model, length, inputs)
 
     def detach(self) -> None:
-        """Stop observing. The model is left as it would be without ordering, and the ordering stays as it is."""
+        """Stop observing. The model is then as it would be without ordering; the ordering keeps its state."""
         if self._attachment is None:
-            raise ValueError("the ordering is not attached to a model")
+            raise ValueError("the ordering is not attached to a model; call attach() first")
         self._settled()
         self._attachment.detach()
         self._attachment = None
 
     def close(self) -> None:
-        """Detach the model, and give back the process group that ordering made for itself.
+        """Detach the model, and destroy the process group that ordering made for itself.
 
-        Nobody has to call this: a process may end, or destroy its groups, without it. All ranks should, or none.
+        It is optional: a process may end, or destroy its groups, without it. Call it on all ranks or on none.
         """
         if self._attachment is not None:
             self.detach()
         self._epochs.close()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin `epoch` with what has been observed so far. Does nothing if `epoch` is the current one."""
+        """Begin `epoch`; the current one ends with the rows observed so far. Does nothing if they are the same."""
         epoch = whole_number("epoch", epoch, least=0)
         epochs = self._settled()
         if epoch == epochs.epoch:
@@ -269,18 +268,18 @@ class Ordering:
         """Figures of the last finished epoch, ready for a logger. Before there is one, `epoch` is -1.
 
         `imbalance` is the longest running sum of the epoch over `sqrt(sum ||row||^2)`: random signs give about 1, good
-        balancing far less. It is that of whole gradients, also where sketches decide. `flipped` is the share of rows
-        with a minus, `nonfinite` counts those left out (a row is a pair's difference, or with MeanBalance one
-        gradient), `unobserved` units whose gradient never came. `seconds` is what this process spent on ordering,
-        beside what averaging takes anyway; on a GPU, what it took to hand the work over. `bytes` is what this rank
-        sent. `balanced` is the share of the trained numbers that takes part.
+        balancing far less. It estimates that of whole gradients, even if sketches decide. `flipped` is the share of
+        balancing rows with a minus, `nonfinite` the number left out (a balancing row is a pair's difference, or with
+        MeanBalance one centred gradient). `unobserved` is the number of units whose gradient never came. `seconds` is
+        the time this process spent on ordering, without averaging gradients; on a GPU, the time to launch the work.
+        `bytes` is what this rank sent. `balanced` is the share of the trained numbers that takes part.
         """
         return dict(self._settled().meter.figures)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly here, at any step: plain numbers, strings and tensors, all copied."""
+        """The state from which training continues to the bit, at any step: copies of numbers, strings and tensors."""
         epochs = self._settled()
         return {
             "version": VERSION,
@@ -290,16 +289,13 @@ class Ordering:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. A state that does not fit is refused and changes nothing."""
+        """Continue where `state` was taken. A state that does not fit raises `ValueError` and changes nothing."""
         epochs = self._settled()
         payload = unpack(state, self._config, epochs.lanes, form=epochs.intake.form, remembers=self._settings.remembers)
         epochs.load_state_dict(state["epoch"], payload)
 
     def _settled(self) -> Epochs:
-        """The epochs, once what an attached model has handed over has been dealt with.
-
-        No collective is started: ranks may ask at any time.
-        """
+        """The epochs, after all pending work of an attached model. Starts no collective: one rank may call it alone."""
         if self._attachment is not None:
             self._attachment.settle()
         return self._epochs

@@ -1,7 +1,7 @@
-"""How far an epoch has got: which units have been observed, and what is left to visit.
+"""Tracks an epoch: which units have been observed, and which are left to visit.
 
-Rows come either in the planned order, when a count says it all, or with their examples named, when they may come
-in any order. Both are checked here, before anything is recorded.
+Rows come in the planned order, so that counting them is enough, or with their examples named, in any order. Both are
+checked here before anything is recorded.
 
 Shapes: `J` lanes of this process, `m` visits of a step, `V` visits so far; `N` units, `n` rows of a step.
 """
@@ -21,14 +21,14 @@ from cdgrab.orders.fill import by_visit
 
 @dataclass(frozen=True)
 class Step:
-    """Rows that passed the checks.
+    """The checked rows of a step.
 
     Attributes:
-        rows: How many there are.
+        rows: The number of rows.
         start: The first of their visits.
-        visits: How many visits they make.
+        visits: The number of visits.
         units_mJ: If rows are named, the unit that every lane visits, or -1.
-        place_n: If rows are named, where each belongs among the `m * J` places, or -1 if it is no unit.
+        place_n: If rows are named, the place of each among the `m * J`, or -1 for the row of no unit.
     """
 
     rows: int
@@ -43,13 +43,13 @@ class Step:
         return None if self.units_mJ is None else self.units_mJ >= 0
 
     def lengthened(self, visits: int) -> Step:
-        """The same named rows, and visits without a unit until there are so many."""
+        """The same named rows in `visits` visits, the last of them without a unit."""
         assert self.units_mJ is not None
         missing = ((0, visits - self.visits), (0, 0))
         return replace(self, visits=visits, units_mJ=np.pad(self.units_mJ, missing, constant_values=-1))
 
     def by_visit(self, rows_nD: Tensor, num_lanes: int) -> Tensor:
-        """`m x J x D`: the rows, visit by visit. What is there for a lane without a unit means nothing."""
+        """The rows visit by visit, `m x J x D`. A lane without a unit has a row without meaning."""
         places = self.visits * num_lanes
         if self.place_n is not None:
             rows_ND = rows_nD.new_zeros(places, rows_nD.shape[1])
@@ -63,10 +63,10 @@ class Step:
 
 
 class Progress:
-    """The state of one epoch.
+    """Counts the units that one epoch has visited.
 
     Args:
-        lanes: What belongs where.
+        lanes: The lanes and their units.
         epoch: Counted from 0.
         order_N: The units of this process, visit by visit.
     """
@@ -77,17 +77,17 @@ class Progress:
         self._padding = lanes.padding(epoch)
         self._rows = 0
         self._named = False
-        self._lines: list[IntArray] = []  # units visited, `m x J` each; only when rows are named
-        self._seen_N = np.zeros(0, dtype=bool)  # likewise
+        self._lines: list[IntArray] = []  # units visited, `m x J` each; empty unless rows are named
+        self._seen_N = np.zeros(0, dtype=bool)  # units visited; empty unless rows are named
 
     @property
     def rows(self) -> int:
-        """Rows observed."""
+        """The number of rows observed."""
         return self._rows
 
     @property
     def visits(self) -> int:
-        """Visits so far."""
+        """The number of visits so far."""
         return sum(map(len, self._lines)) if self._named else -(-self._rows // self._lanes.num_local)
 
     @property
@@ -97,44 +97,47 @@ class Progress:
 
     @property
     def samples_left(self) -> int:
-        """Examples that are still to be visited."""
+        """The number of examples left to visit."""
         if self._named:
             return len(self.remaining())
         return max(0, self._lanes.num_samples - self._rows * self._lanes.unit_size)
 
     @property
     def num_unvisited(self) -> int:
-        """Units whose row has not been observed."""
+        """The number of units whose row has not been observed."""
         return self._lanes.num_units - self._num_visited
 
     def due(self, units_per_batch: int) -> int:
-        """How many rows the next batch has."""
+        """The number of rows of the next batch."""
         return min(units_per_batch, self._lanes.num_rows - self._rows)
 
     def next_step(self, num_rows: int | None, units_per_batch: int) -> Step:
-        """Check the rows of a batch that comes in planned order; None counts the batch, whatever it gave."""
+        """Check a batch of `num_rows` rows in planned order (None: do not compare); return its step."""
         self._check_mode(named=False)
         due, lanes = self.due(units_per_batch), self._lanes
         if num_rows is not None and num_rows != due:
             raise ValueError(
-                f"{num_rows} rows for a batch of {due} units; give one row for every unit of {lanes.unit_size} "
+                f"{num_rows} rows for a batch of {due} units; pass one row for every unit of {lanes.unit_size} "
                 "examples, or make the ordering with another unit_size (1: a row per example)"
             )
         start = self._rows // lanes.num_local
         return Step(due, start, -(-(self._rows + due) // lanes.num_local) - start)
 
     def named_step(self, num_rows: int, examples: IntArray) -> Step:
-        """Check rows whose examples are named, `unit_size` per row; the last row may have fewer.
+        """Check rows whose examples are named, `unit_size` per row (the last may have fewer); return their step.
 
-        Every row is put into the next visit of its unit's lane.
+        Every row goes to the next visit of its unit's lane.
         """
         self._check_mode(named=True)
         lanes, size = self._lanes, self._lanes.unit_size
         if len(examples) and examples.dtype.kind not in "iu":
-            raise ValueError(f"units are dataset indices, whole numbers; found {examples.dtype}")
+            raise ValueError(f"units= has the type {examples.dtype}; pass dataset indices, whole numbers")
         named = -(-len(examples) // size)
         if named == 0 or num_rows != named:
-            raise ValueError(f"{num_rows} rows, but {len(examples)} named examples make {named} units of {size}")
+            raise ValueError(
+                f"{num_rows} rows, but {len(examples)} named examples make {named} units of {size}; name {size} "
+                "examples for every row"
+            )
         if self._rows + num_rows > lanes.num_rows:
             raise ValueError(f"{num_rows} rows, but the epoch has {lanes.num_rows - self._rows} units left")
         units_n = self._find(examples)
@@ -157,7 +160,7 @@ class Progress:
             self._seen()[step.units_mJ[step.units_mJ >= 0]] = True
 
     def by_visit(self) -> IntArray:
-        """Units of the lanes of this process, line by line, -1 where there is none: first visited ones, then others."""
+        """The units of this process's lanes, visit by visit: visited ones, then the others; -1 where there is none."""
         planned_VJ = by_visit(self._order_N, self._lanes.num_local)
         if not self._named:
             return planned_VJ
@@ -165,7 +168,7 @@ class Progress:
         return np.concatenate([*self._lines, left_VJ])
 
     def remaining(self) -> IntArray:
-        """Examples left to visit, in the order in which a loader should deliver them."""
+        """The examples left to visit, in the order in which a loader should deliver them."""
         lanes = self._lanes
         if not self._named:
             return lanes.examples(self._order_N, self._padding)[self._rows * lanes.unit_size :]
@@ -188,17 +191,17 @@ class Progress:
         return int(self._seen().sum()) if self._named else min(self._rows, self._lanes.num_visited)
 
     def _seen(self) -> BoolArray:
-        """Of every unit, whether its row has come; and last, at -1, False for what is no unit."""
+        """Whether each unit's row has come. The last entry, at -1, is False: it stands for no unit."""
         if len(self._seen_N) == 0:
             self._seen_N = np.zeros(self._lanes.num_units + 1, dtype=bool)
         return self._seen_N
 
     def _rest(self) -> IntArray:
-        """What comes after the units: examples that fill none, and padding."""
+        """The examples after the units: those that fill none, and padding."""
         return self._lanes.examples(self._order_N, self._padding)[self._lanes.num_visited * self._lanes.unit_size :]
 
     def _find(self, examples: IntArray) -> IntArray:
-        """For every row the unit made of its examples, or -1 if they are rest."""
+        """The unit of each row's examples, or -1 if they are rest; raises `ValueError` if they are neither."""
         lanes, size = self._lanes, self._lanes.unit_size
         outside = examples[(examples < 0) | (examples >= lanes.num_examples)]
         if len(outside):
@@ -216,7 +219,7 @@ class Progress:
         return np.where(new_n, unit_n, -1)
 
     def _check_rest(self, examples: IntArray, new_n: BoolArray, unit_n: IntArray) -> None:
-        """Whether rows that are no new unit may be rest, of which so many are left."""
+        """Raise `ValueError` unless all rows that are no new unit are rest, and no more than are left of it."""
         size, rest = self._lanes.unit_size, self._rest()
         left = -(-len(rest) // size) - (self._rows - self._num_visited)
         for row in np.flatnonzero(~new_n).tolist():
@@ -241,7 +244,7 @@ class Progress:
 
 
 def _earlier(lane_n: IntArray) -> IntArray:
-    """For every entry, how many before it are the same.
+    """For every entry, the number of equal entries before it.
 
     Example:
         >>> _earlier(np.array([0, 1, 0, 0]))

@@ -1,4 +1,4 @@
-"""The sampler that `DataLoader` gets. Iterating changes nothing; the ordering behind it is what moves."""
+"""The sampler for `DataLoader`. Iterating changes nothing; only observed rows advance the ordering behind it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _AT_A_TIME = 1 << 16
 class OrderedSampler(DistributedSampler[Any]):
     """A `DistributedSampler` whose order comes from an `Ordering`; made by it, as `ordering.sampler`.
 
-    It is a subclass so that frameworks which swap in their own sampler for distributed runs leave it alone.
+    It is a subclass so that frameworks which insert their own sampler in distributed runs leave it alone.
 
-    Iterating yields what is left of the current epoch: all of it, unless rows have been observed since the epoch
-    began. So a loop that was broken off goes on where it stopped, and a resumed run likewise, while a pass that
-    observes nothing (evaluation, a look at one batch) leaves no trace. To begin the next epoch early, call `set_epoch`.
+    Iterating yields the rest of the current epoch: all of it, unless rows have been observed since the epoch began. So
+    an interrupted loop, or a resumed run, continues where it stopped. A pass that observes nothing (an evaluation, a
+    look at one batch) leaves no trace. To begin the next epoch early, call `set_epoch`.
     """
 
     def __init__(self, ordering: Ordering, settings: Settings, dataset: Dataset[Any] | range) -> None:
         world = ordering.world
-        # The type of `dataset` is widened: only its length is ever asked for.
+        # The type of `dataset` is widened: only its length is used.
         self._ordering, self._settings = ordering, settings
         super().__init__(dataset, world.size, world.rank, seed=ordering.seed, drop_last=ordering.drop_last)  # type: ignore[arg-type]
         self._stood_at: list[tuple[int, int]] = []
@@ -42,12 +42,12 @@ class OrderedSampler(DistributedSampler[Any]):
         self._settings.check_world_is_the_same()
         self._notice_a_standstill()
         left = self._ordering.remaining()
-        # Some at a time: a list of all of them would take several times the memory of the indices.
+        # Some at a time: a list of all of them would take several times the memory of the array.
         parts = (left[start : start + _AT_A_TIME].tolist() for start in range(0, len(left), _AT_A_TIME))
         return itertools.chain.from_iterable(parts)
 
     def __len__(self) -> int:
-        """Examples of a whole epoch: `len(loader)` must not change under a loop that asks for it."""
+        """The number of examples in a whole epoch: `len(loader)` must not change while a loop uses it."""
         return self.num_samples
 
     @property
@@ -57,23 +57,22 @@ class OrderedSampler(DistributedSampler[Any]):
 
     @epoch.setter
     def epoch(self, value: int) -> None:
-        """Ignored: `DistributedSampler` sets it when it is made; it is `set_epoch` that begins one."""
+        """Do nothing: `DistributedSampler.__init__` sets it; only `set_epoch` begins an epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`, as with any `DistributedSampler`. Does nothing if it is the current one.
 
-        Optional where every batch is observed: the epoch then ends by itself with its last row. Needed after
-        a loop that was broken off for good, with a loader that drops its last batch, and for orders without gradients
-        when nothing is observed.
+        Optional if every batch is observed: the epoch then ends with its last row. Needed to abandon the rest of an
+        epoch, with a loader that drops its last batch, and for orders without gradients when nothing is observed.
         """
         self._ordering.set_epoch(epoch)
 
     def _notice_a_standstill(self) -> None:
-        """A loader that drops its last batch never delivers the end of the epoch: say so, then stop.
+        """Warn, then raise `RuntimeError`, if passes keep beginning with less than a batch left.
 
-        Without this every further pass would be empty, in silence. A pass or two may be evaluations just before the
-        last batch, or the end of a loop that was broken off, hence warnings first. Only diagnostics are kept here,
-        nothing that orders depend on.
+        A loader that drops its last batch never delivers the end of the epoch: every further pass would be empty, in
+        silence. One or two such passes may be evaluations just before the last batch, or an interrupted loop, hence
+        warnings first. Orders do not depend on what is kept here.
         """
         ordering = self._ordering
         here = (ordering.epoch, ordering.examples_left)

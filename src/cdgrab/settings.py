@@ -1,6 +1,6 @@
-"""What an ordering was asked for, checked, and what follows from that alone.
+"""The checked arguments of an ordering, and what follows from them alone.
 
-All of it stays the same while the ordering lives. What changes from step to step is in `ordering.py`.
+They stay the same while the ordering lives. `epochs.py` holds what changes from step to step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from cdgrab.world import Group, World, process_group
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `Ordering`, with nothing left open; made by `Settings.checked`.
+    """The arguments of `Ordering`, with all defaults filled in; made by `Settings.checked`.
 
     Attributes:
-        batch_size: Examples of this process in a full batch.
-        lanes: Of all processes.
-        order: The name of the order; `spec` is what it stands for.
+        batch_size: The examples of this process in a full batch.
+        lanes: The number of lanes of all processes.
+        order: The name of the order; `spec` is its definition.
         rule: The name of the rule, `"custom"` if it has none; `make_rule` makes one.
         group: The ranks among which data are dealt.
     """
@@ -66,7 +66,7 @@ class Settings:
         block: int | None,
         group: Group,
     ) -> Settings:
-        """Check what a user has passed; raises `ValueError` if it does not fit together."""
+        """Settings from a user's arguments; raises `ValueError` if one is invalid or they do not fit together."""
         num_examples = length_of(dataset)
         seed = whole_number("seed", seed, least=0)
         ranks = process_group(group)
@@ -96,7 +96,7 @@ class Settings:
 
     @cached_property
     def units_per_batch(self) -> int:
-        """Units of this process in a full batch, or the one that several batches make."""
+        """The units of this process in a full batch; 1 if several batches make a unit."""
         return max(1, self.batch_size // self.unit_size)
 
     @property
@@ -111,7 +111,7 @@ class Settings:
 
     @property
     def coordinated(self) -> bool:
-        """Whether the rows of all lanes decide together."""
+        """Whether all lanes are balanced together."""
         return self.spec.coordinated
 
     @cached_property
@@ -126,18 +126,18 @@ class Settings:
 
     @cached_property
     def remembers(self) -> str | None:
-        """What else than orders goes on from one epoch to the next, in words: draws of the rule, or a mean."""
+        """What besides the order carries over between epochs, in words: draws of the rule, a mean, or None."""
         if self.rule != "greedy":
             return f"rule {self.rule!r}"
         return f"order {self.order!r}" if self.spec.centring == "mean" else None
 
     @property
     def ranks_meet(self) -> bool:
-        """Whether there are other ranks to talk to. A world made by hand, for tests and studies, has none."""
+        """Whether there are other ranks to communicate with. A `World` made by hand, as in tests, has none."""
         return self.world.size > 1 and dist.is_available() and dist.is_initialized()
 
     def deal(self, epoch: int) -> Lanes:
-        """The lanes of `epoch`; but for orders that deal anew they are always the same."""
+        """The lanes of `epoch`: the same in all epochs, except for orders that deal again."""
         return deal(
             self.num_examples,
             self.world,
@@ -150,7 +150,7 @@ class Settings:
         )
 
     def config(self, lanes: Lanes) -> dict[str, Any]:
-        """What must be the same for a state to fit; `lanes` are those of the first epoch."""
+        """The values that a state must share with the ordering; `lanes` are those of the first epoch."""
         return {
             "num_examples": self.num_examples,
             "batch_size": self.batch_size,
@@ -166,13 +166,13 @@ class Settings:
         }
 
     def check_ranks(self, config: dict[str, Any], exchange: str | ExchangeMaker | None) -> None:
-        """Whether all ranks were asked for the same."""
+        """Raise `ValueError` if ranks were given different arguments."""
         if self.ranks_meet:
             same = {key: value for key, value in config.items() if key != "rank"}
             check_same("the ordering", {**same, "exchange": "custom" if callable(exchange) else exchange}, self.group)
 
     def check_world_is_the_same(self) -> None:
-        """Refuse to go on if there are other ranks now than when the ordering was made."""
+        """Raise `ValueError` if rank or size have changed since the ordering was made."""
         if self.world_is_detected and dist.is_available() and dist.is_initialized():
             found = World.detect(self.group)
             if found != self.world:
@@ -186,6 +186,6 @@ class Settings:
             rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
             if (rank, size) != (self.world.rank, self.world.size):
                 raise ValueError(
-                    f"world says rank {self.world.rank} of {self.world.size}, the process group rank {rank} of {size}; "
-                    "pass group= and leave world= out"
+                    f"world= is rank {self.world.rank} of {self.world.size}, but the process group has rank {rank} of "
+                    f"{size}; leave world= out and pass group= if there are several"
                 )

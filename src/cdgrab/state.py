@@ -1,4 +1,4 @@
-"""What is saved, what is checked before a saved state is let in, and what is said when it does not fit."""
+"""Packs a state for saving, and checks a saved one before it is loaded."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ VERSION = 5
 
 
 def pack(payload: dict[str, Any]) -> bytes:
-    """One bytes object, whatever the sizes of the tensors in it.
+    """Serialise a payload to bytes.
 
-    `torch.distributed.checkpoint` loads into tensors of the right shape only, and those of a fresh ordering are empty.
+    `torch.distributed.checkpoint` loads only into tensors of the right shape, and those of a fresh ordering are empty.
     """
     file = io.BytesIO()
     torch.save(payload, file)
@@ -31,14 +31,14 @@ def unpack(
     form: str,
     remembers: str | None,
 ) -> dict[str, Any]:
-    """Check `state` and return what it packs, on the CPU; raises `ValueError` if it does not fit.
+    """Check `state` and return its payload, on the CPU; raises `ValueError` if it does not fit.
 
     Args:
-        state: What `Ordering.state_dict` returned.
-        config: What must agree.
-        lanes: Of this process.
-        form: In which gradients come, in words.
-        remembers: What goes on from one epoch to the next, in words, if something does.
+        state: The dict that `Ordering.state_dict` returned.
+        config: The values that must agree.
+        lanes: The lanes of this process.
+        form: The form in which gradients come, in words.
+        remembers: What besides the order carries over between epochs, in words, or None.
     """
     if not isinstance(state, dict):
         raise ValueError(
@@ -46,11 +46,13 @@ def unpack(
         )
     missing = {"version", "config", "epoch", "payload"} - state.keys()
     if missing:
-        raise ValueError(f"this is not the state of an ordering: {', '.join(sorted(missing))} missing")
+        raise ValueError(
+            f"the state lacks {', '.join(sorted(missing))}; pass the dict that Ordering.state_dict() returned"
+        )
     if state["version"] != VERSION:
         raise ValueError(
-            f"the state has version {state['version']}, this release of cdgrab reads version {VERSION}; "
-            "load it with the release that saved it"
+            f"the state has version {state['version']}, this release of cdgrab reads version {VERSION}; load it with "
+            "the release that saved it"
         )
     for field, expected in config.items():
         found = state["config"].get(field)
@@ -62,18 +64,20 @@ def unpack(
     try:
         payload: dict[str, Any] = torch.load(io.BytesIO(state["payload"]), weights_only=True, map_location="cpu")
     except Exception as error:
-        raise ValueError(f"the state is damaged and cannot be read: {error}") from error
+        raise ValueError(f"the state is damaged and cannot be read ({error}); load another checkpoint") from error
     order_N, planned_N = payload["order"].numpy(), np.arange(lanes.num_units)
     if not np.array_equal(np.sort(order_N), planned_N):
-        raise ValueError(f"the saved order is not a permutation of {lanes.num_units} units; the state is damaged")
+        raise ValueError(
+            f"the state is damaged: its order is not a permutation of {lanes.num_units} units; load another checkpoint"
+        )
     if not np.array_equal(lanes.lane_of(order_N), lanes.lane_of(planned_N)):
-        raise ValueError("the saved order moves units from one lane to another; the state is damaged")
+        raise ValueError("the state is damaged: its order moves units between lanes; load another checkpoint")
     _check_source(payload, form, remembers)
     return payload
 
 
 def _check_source(payload: dict[str, Any], form: str, remembers: str | None) -> None:
-    """Whether gradients come as they did when the state was taken, or need not, since it was between two epochs."""
+    """Raise `ValueError` if gradients come in another form than the state needs to continue."""
     if payload["form"] != form:
         found = f"gradients as {payload['form']}, and this ordering has them as {form}"
         remedy = "make the ordering, and attach the model before loading, as it was then"

@@ -1,7 +1,7 @@
-"""Who takes part in training: rank and size as plain data.
+"""Rank and size of a process, as plain data.
 
-Whatever decides an order is handed a `World` and never asks `torch.distributed` itself, so hundreds of ranks are
-tested without starting one process. Only what talks to other ranks asks its process group.
+Code that decides an order gets a `World` and never asks `torch.distributed`, so tests can simulate hundreds of ranks in
+one process. Only code that communicates asks its process group.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def process_group(group: Group) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True)
 class World:
-    """The processes among which lanes are shared out.
+    """The processes that share the lanes.
 
     Args:
-        rank: This process, `0 <= rank < size`.
-        size: Number of processes.
+        rank: The number of this process, `0 <= rank < size`.
+        size: The number of processes.
 
     Example:
         >>> World(rank=1, size=4)
@@ -46,20 +46,20 @@ class World:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"world size is {self.size}; it must be at least 1")
+            raise ValueError(f"world size is {self.size}; pass 1 or more")
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank is {self.rank}; with {self.size} processes it must be 0 to {self.size - 1}")
 
     @classmethod
     def simulated(cls, size: int) -> NoReturn:
-        """Gone: raises `ValueError` with the remedy."""
+        """Raise `ValueError` with the remedy: simulated workers are lanes now."""
         raise ValueError(
             f"World.simulated({size}) is gone, since workers are lanes now; leave world= out and pass lanes={size}"
         )
 
     @classmethod
     def detect(cls, group: Group = None) -> World:
-        """Read rank and size from `torch.distributed`.
+        """The world that `torch.distributed` knows; a single process if it was not launched with several.
 
         Args:
             group: The ranks that hold different data: a process group, or one dimension of a `DeviceMesh` (its peers
@@ -70,7 +70,7 @@ class World:
             return cls(rank=dist.get_rank(group), size=dist.get_world_size(group))
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1:
-            # Falling back to one process would train every rank on all the data, in the same order, in silence.
+            # Otherwise every rank would train on all the data, in the same order, in silence.
             raise ValueError(
                 f"WORLD_SIZE is {launched} but torch.distributed is not initialised; call "
                 "torch.distributed.init_process_group() before making the ordering, or pass world="

@@ -322,7 +322,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason() -> None:
         "the ordering is attached to a model already",
         "another ordering is attached to the model",
         "the model has a communication hook already",
-        "gradients are observed by the model this ordering is attached to",
+        "the ordering is attached to a model, whose gradients it observes",
     ]
     for messages in run_ranks(2, refusals):
         assert len(messages) == len(expected)

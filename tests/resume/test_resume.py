@@ -144,12 +144,12 @@ def with_a_unit_in_another_lane(payload: bytes) -> bytes:
     ("damage", "message"),
     [
         (lambda state: state.update(version=99), "the state has version 99, this release of cdgrab reads version 5"),
-        (lambda state: state.pop("payload"), "not the state of an ordering: payload missing"),
+        (lambda state: state.pop("payload"), "the state lacks payload"),
         (lambda state: state.update(payload=state["payload"][:500]), "the state is damaged and cannot be read"),
         (lambda state: state.update(payload=with_a_wrong_order(state["payload"])), "not a permutation of 45 units"),
         (
             lambda state: state.update(payload=with_a_unit_in_another_lane(state["payload"])),
-            "moves units from one lane to another",
+            "moves units between lanes",
         ),
     ],
 )

@@ -21,8 +21,8 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
-        (Stream(), {}, r"Stream is an iterable-style dataset.*needs a map-style dataset, with __getitem__ and __len__"),
-        ([], {}, "the dataset has 0 examples; there is nothing to order"),
+        (Stream(), {}, r"Stream is an iterable-style dataset.*pass a map-style dataset, with __getitem__ and __len__"),
+        ([], {}, "the dataset has 0 examples; pass at least one"),
         (-3, {}, "the dataset has -3 examples"),
         (True, {}, "bool has no length; pass a map-style dataset"),
         (None, {}, "NoneType has no length"),
@@ -56,11 +56,11 @@ def state_of(ordering: Ordering) -> str:
     ("rows", "units", "message"),
     [
         (randn(4, 5), None, "rows have 5 columns, earlier ones had 3"),
-        (randn(7, 3), None, "7 rows for a batch of 4 units; give one row for every unit of 1 examples"),
+        (randn(7, 3), None, "7 rows for a batch of 4 units; pass one row for every unit of 1 examples"),
         (randn(1, 3), None, "1 rows for a batch of 4 units"),
         (randn(0, 3), None, "0 rows for a batch of 4 units"),
         (randn(2, 2, 3), None, "4 rows for a batch of 6 units"),
-        (randn(0, 2, 3), None, r"rows have the shape \(0, 2, 3\), which is no step"),
+        (randn(0, 2, 3), None, r"rows have the shape \(0, 2, 3\), which has no step"),
         (randn(2, 2, 3, 1), None, r"rows have the shape \(2, 2, 3, 1\).*expected units x dim"),
         (randn(2, 0), None, r"rows have the shape \(2, 0\)"),
         (randn(2, 3).to(torch.complex64), None, "type torch.complex64; expected units x dim real numbers"),

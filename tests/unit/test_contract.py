@@ -24,7 +24,7 @@ from cdgrab.balancing.rules import FloatArray, Greedy
     ("dataset", "message"),
     [
         (DataLoader(range(3)), r"a DataLoader was passed as the dataset; pass its dataset: Ordering\(loader.dataset"),  # type: ignore[arg-type]
-        ({"train": [1, 2], "test": [3]}, "dict has no examples by index, but names: 'train', 'test'; pass one of"),
+        ({"train": [1, 2], "test": [3]}, "dict maps names to datasets: 'train', 'test'; pass one of"),
     ],
 )
 def test_what_has_a_length_is_not_always_a_dataset(dataset: Any, message: str) -> None:

@@ -23,7 +23,7 @@ def test_forgotten_initialisation_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"size": 0}, "world size is 0; it must be at least 1"),
+        ({"size": 0}, "world size is 0; pass 1 or more"),
         ({"rank": 3, "size": 3}, "rank is 3; with 3 processes it must be 0 to 2"),
     ],
 )
