@@ -39,7 +39,7 @@ class Step:
 
     @property
     def counts_mJ(self) -> BoolArray | None:
-        """If rows are named, which lanes of this process have a unit."""
+        """Which lanes of this process have a unit, if rows are named."""
         return None if self.units_mJ is None else self.units_mJ >= 0
 
     def lengthened(self, visits: int) -> Step:
@@ -244,7 +244,7 @@ class Progress:
 
 
 def _earlier(lane_n: IntArray) -> IntArray:
-    """For every entry, the number of equal entries before it.
+    """The number of equal entries before each entry.
 
     Example:
         >>> _earlier(np.array([0, 1, 0, 0]))

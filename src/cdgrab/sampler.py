@@ -82,7 +82,7 @@ class OrderedSampler(DistributedSampler[Any]):
         message = (
             f"a pass over the data begins while epoch {ordering.epoch} has {ordering.examples_left} examples left, "
             "fewer than a batch. If the loader drops its last batch, make the ordering with drop_last=True; if the "
-            f"last pass was broken off, begin the next epoch with sampler.set_epoch({ordering.epoch + 1})"
+            f"last pass was interrupted, begin the next epoch with sampler.set_epoch({ordering.epoch + 1})"
         )
         if len(self._stood_at) > 2:
             raise RuntimeError(message)

@@ -126,7 +126,7 @@ class Settings:
 
     @cached_property
     def remembers(self) -> str | None:
-        """What besides the order carries over between epochs, in words: draws of the rule, a mean, or None."""
+        """The state that carries over between epochs besides the order, in words: draws, a mean, or None."""
         if self.rule != "greedy":
             return f"rule {self.rule!r}"
         return f"order {self.order!r}" if self.spec.centring == "mean" else None

@@ -38,7 +38,7 @@ def unpack(
         config: The values that must agree.
         lanes: The lanes of this process.
         form: The form in which gradients come, in words.
-        remembers: What besides the order carries over between epochs, in words, or None.
+        remembers: The state besides the order that carries over between epochs, in words, or None.
     """
     if not isinstance(state, dict):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""From rows to a table, from the table to signs, from the signs to the new running sum.
+"""Makes a table of rows, decides signs from it, and adds the signed rows to the running sum.
 
 On a CPU compiled code may form the table; on a GPU each step is a Triton kernel; without either, plain PyTorch does it.
 On a GPU nothing here makes the host wait, unless the rule asks for lengths.

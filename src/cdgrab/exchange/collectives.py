@@ -1,4 +1,4 @@
-"""What PyTorch leaves to the caller: a group for ordering alone, uneven slices, and gloo's threads at exit."""
+"""Helpers around collectives: a group for ordering alone, an all-gather of uneven slices, gloo's threads at exit."""
 
 from __future__ import annotations
 

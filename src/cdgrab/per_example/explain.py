@@ -92,7 +92,7 @@ def _line(
 
 
 def _part(shape: torch.Size, length: int, positions: int, *, factored: bool, exact: bool) -> _Part:
-    """How a parameter is sketched. Work is counted in multiplications, as in `Paired.prefers_rows`."""
+    """The map and the work of a parameter. Work is counted in multiplications, as in `Paired.prefers_rows`."""
     formed = (positions if factored else 1) * shape.numel()
     how = kind_of(shape, length) if factored and not exact else "folded"
     if how != "paired":

@@ -39,16 +39,16 @@ class PerExampleSource:
         _check_reduction(self.reduction)
 
     def attach(self, port: Port, model: nn.Module) -> Attachment:
-        """Watch the layers of a model."""
-        watched = _watched(port, model, "per_example")
+        """Put hooks on the layers of a model."""
+        hooked = _model_to_hook(port, model, "per_example")
 
         def watch(anew: bool) -> ExampleCapture:
-            plan, coverage = _planned(watched, self.strict)
+            plan, coverage = _planned(hooked, self.strict)
             port.expect(None, anew=anew)
             mean = self.reduction == "mean"
             return ExampleCapture(port, plan, coverage, WholeRows(plan.shapes), mean=mean)
 
-        return FollowedModel(port, watched, watch)
+        return FollowedModel(port, hooked, watch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,20 +70,20 @@ class SketchSource:
         checked_length(self.length)
 
     def attach(self, port: Port, model: nn.Module) -> Attachment:
-        """Watch the layers of a model."""
-        watched = _watched(port, model, "sketch", length=self.length)
+        """Put hooks on the layers of a model."""
+        hooked = _model_to_hook(port, model, "sketch", length=self.length)
 
         def watch(anew: bool) -> ExampleCapture:
-            plan, coverage = _planned(watched, self.strict)
+            plan, coverage = _planned(hooked, self.strict)
             sketch = Sketch(plan.shapes, plan.matrices, self.length, port.settings.seed)
             port.expect(Sketched(sketch.length, sketch.watched), anew=anew)
             mean = self.reduction == "mean"
             return ExampleCapture(port, plan, coverage, SketchedRows(sketch), mean=mean)
 
-        return FollowedModel(port, watched, watch)
+        return FollowedModel(port, hooked, watch)
 
 
-def _watched(port: Port, model: nn.Module, source: str, length: int | None = None) -> nn.Module:
+def _model_to_hook(port: Port, model: nn.Module, source: str, length: int | None = None) -> nn.Module:
     """The module whose layers get hooks; raises `ValueError` if it does not fit the ordering or differs on ranks."""
     settings = port.settings
     if port.balances and settings.unit_size != 1:
@@ -94,10 +94,10 @@ def _watched(port: Port, model: nn.Module, source: str, length: int | None = Non
     model = unwrapped(model, compiled=False)
     if is_fully_sharded(model):
         raise ValueError("with fully_shard no rank has the whole layers that hooks need; use source='batch'")
-    watched = model.module if isinstance(model, DistributedDataParallel) else model
+    hooked = model.module if isinstance(model, DistributedDataParallel) else model
     if settings.ranks_meet:
-        check_same_model(watched, port.group, source=source, length=length)
-    return watched
+        check_same_model(hooked, port.group, source=source, length=length)
+    return hooked
 
 
 def _planned(model: nn.Module, strict: bool) -> tuple[Plan, Coverage]:

@@ -70,7 +70,7 @@ class BucketSlices:
     def _on_thread(self, numbers: Bucket, buffer: Tensor, step: CountedStep | None) -> Future[Tensor]:
         future: Future[Tensor] = Future()
         # Ending an epoch takes collectives, and a rank that has left its loop may close its connections. So the last
-        # backward pass waits for the end. Within an epoch, signs have time until the next step needs the store.
+        # backward pass waits for them. Within an epoch, signs have time until the next step needs the store.
         ends_epoch = step is not None and step.ends_epoch
 
         def job() -> None:
