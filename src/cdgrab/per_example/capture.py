@@ -62,6 +62,12 @@ class BatchFactors:
         self._ignored.add(layer.name)
         self.coverage.leave_out(self._names.of_layer(layer), reason)
 
+    def watch(self, layer: Layer, key: str, parameter: nn.Parameter) -> None:
+        """Compare the gradients of this tensor in the first batch, too."""
+        name = self._names.of(layer, key)
+        if name is not None and self._first_batch.under_way:
+            self._first_batch.watch(name, parameter)
+
     def add(self, layer: Layer, found: LayerFactors, num: int, share: float, *, rough: bool) -> None:
         """Take the factors of `num` examples. `share` scales them; `rough` ones were computed in low precision."""
         if self._first_batch.under_way:
@@ -112,7 +118,7 @@ class ExampleCapture:
     """
 
     def __init__(self, port: Port, plan: Plan, coverage: Coverage, rows: RowBuilder, *, mean: bool) -> None:
-        self._port, self._mean = port, mean
+        self._port, self._mean, self._is_sharded = port, mean, plan.is_sharded
         self._factors = BatchFactors(plan, coverage, rows)
         self._sinks = GradientSinks(list(plan.trained.values()))
         self._model_passes = ModelPasses()
@@ -123,7 +129,16 @@ class ExampleCapture:
         self._handles: list[Any] = []
         for layer in plan.layers:
             after = self._after_deferred if layer.adapter.runs_again else self._after_forward
-            self._handles.append(layer.module.register_forward_hook(partial(after, layer), with_kwargs=True))
+            # Before the hook of `fully_shard`, which takes the weights away again.
+            handle = layer.module.register_forward_hook(
+                partial(after, layer), with_kwargs=True, prepend=plan.is_sharded
+            )
+            self._handles.append(handle)
+
+    @property
+    def coverage(self) -> Coverage:
+        """What is balanced, and what is left out."""
+        return self._factors.coverage
 
     def settle(self) -> None:
         """Return at once: rows are observed before `backward()` returns."""
@@ -158,11 +173,19 @@ class ExampleCapture:
             return
         if not output.requires_grad:
             return
+        if self._is_sharded:
+            self._meet_weights(layer)
         call = InputCall(layer, x, output.shape)
         hook = partial(self._on_gradient, call, self._sinks.behind(layer, output))
         # An operation in place gives a view another history, and the hook would never be called.
         base = output._base if output._is_view() else None
         register(output if base is None or base.numel() != output.numel() else base, hook)
+
+    def _meet_weights(self, layer: Layer) -> None:
+        for key, parameter in layer.module.named_parameters(recurse=False):
+            if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+                self._sinks.add(parameter)
+                self._factors.watch(layer, key, parameter)
 
     def _after_deferred(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Keep the arguments of a layer that runs again at the end of the backward pass."""

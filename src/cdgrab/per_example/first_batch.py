@@ -63,15 +63,16 @@ class FirstBatch:
         self._gradients: dict[str, Tensor] = {}  # of those that come late
         self._compared: dict[str, Comparison] = {}
         self._tasks = (-1, -1)  # the pass that layers took part in, and the pass that parameters took part in
-        self._handles: list[tuple[Tensor, Any]] = [
-            (parameter, parameter.register_hook(partial(self._on_gradient, name, parameter)))
-            for name, parameter in parameters.items()
-        ]
+        self.under_way = True  # until a batch has been compared
+        self._handles: dict[int, tuple[Tensor, Any]] = {}
+        for name, parameter in parameters.items():
+            self.watch(name, parameter)
 
-    @property
-    def under_way(self) -> bool:
-        """Whether no batch has been compared yet."""
-        return bool(self._handles)
+    def watch(self, name: str, parameter: nn.Parameter) -> None:
+        """Compare gradients of this tensor, too: `fully_shard` puts another one in a parameter's place."""
+        if id(parameter) not in self._handles:
+            handle = parameter.register_hook(partial(self._on_gradient, name, parameter))
+            self._handles[id(parameter)] = parameter, handle
 
     def begin(self) -> None:
         """Begin with a pass; what one before left, which broke off, does not count."""
@@ -102,11 +103,12 @@ class FirstBatch:
     def stop(self) -> None:
         """Remove the hooks on parameters."""
         self._clear()
-        for parameter, handle in self._handles:
+        self.under_way = False
+        for parameter, handle in self._handles.values():
             handle.remove()
             if not parameter._backward_hooks:
                 parameter._backward_hooks = None  # autograd would check an empty dict after every backward pass
-        self._handles = []
+        self._handles = {}
 
     def _clear(self) -> None:
         self._found.clear()

@@ -48,10 +48,16 @@ class GradientSinks:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+        self._parameters = list(parameters)
         self._own = {id(parameter) for parameter in parameters}
         self._last = parameters[0]  # got a gradient in the last batch
         self._first: Layer | None = None  # the layer whose output gradient came first in the last pass
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """Ask about another parameter, too."""
+        if id(parameter) not in self._own:
+            self._own.add(id(parameter))
+            self._parameters.append(parameter)
 
     @property
     def device(self) -> torch.device:

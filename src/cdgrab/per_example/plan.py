@@ -33,11 +33,14 @@ class Plan:
         layers: The layers to watch.
         trained: All trainable parameters, by name.
         left_out: Why a parameter cannot be balanced, by name, where that is known before training begins.
+        is_sharded: Whether `fully_shard` has been applied, which puts other tensors in the place of parameters while
+            layers run.
     """
 
     layers: list[Layer]
     trained: dict[str, nn.Parameter]
     left_out: dict[str, str]
+    is_sharded: bool
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -58,7 +61,7 @@ class Plan:
         return {name for name in found if name is not None}
 
 
-def make_plan(model: nn.Module) -> Plan:
+def make_plan(model: nn.Module, *, is_sharded: bool = False) -> Plan:
     """The layers to watch, and what is left out. Nothing is raised, even if nothing can be watched."""
     layers: list[Layer] = []
     reasons: dict[int, str] = {}  # by parameter
@@ -76,6 +79,8 @@ def make_plan(model: nn.Module) -> Plan:
             inside.append(f"{name}." if name else "")
         if not owned:
             continue
+        if is_sharded and adapter.runs_again:
+            reason = f"{described(name, module)} would run once more when fully_shard has taken its weights away"
         reason = reason or _reason_against(name, module, adapter)
         if reason is None:
             layers.append(Layer(name, module, adapter, sum(p.numel() for p in owned)))
@@ -83,7 +88,7 @@ def make_plan(model: nn.Module) -> Plan:
             reasons |= {id(parameter): reason for parameter in owned}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     left_out = {name: reasons[id(p)] for name, p in trained.items() if id(p) in reasons}
-    return Plan(layers, trained, left_out)
+    return Plan(layers, trained, left_out, is_sharded)
 
 
 def described(name: str, module: nn.Module) -> str:

@@ -92,8 +92,6 @@ def _model_to_hook(port: Port, model: nn.Module, source: str, length: int | None
             "ordering with unit_size=1"
         )
     model = unwrapped(model, compiled=False)
-    if is_fully_sharded(model):
-        raise ValueError("with fully_shard no rank has the whole layers that hooks need; use source='batch'")
     hooked = model.module if isinstance(model, DistributedDataParallel) else model
     if settings.ranks_meet:
         check_same_model(hooked, port.group, source=source, length=length)
@@ -102,7 +100,7 @@ def _model_to_hook(port: Port, model: nn.Module, source: str, length: int | None
 
 def _planned(model: nn.Module, strict: bool) -> tuple[Plan, Coverage]:
     """What is watched of a model; raises `ValueError` if that is nothing."""
-    plan = make_plan(model)
+    plan = make_plan(model, is_sharded=is_fully_sharded(model))
     if not plan.trained:
         raise ValueError("the model has no trainable parameter; there is no gradient to order by")
     mixing = [name for name, module in mixing_layers(model) if module.training]

@@ -11,6 +11,7 @@ from torch import nn
 
 from cdgrab.per_example.capture import ExampleCapture
 from cdgrab.sources.port import Port
+from cdgrab.sources.wrappers import is_fully_sharded
 
 log = logging.getLogger("cdgrab")
 
@@ -31,6 +32,11 @@ class FollowedModel:
         self._capture = watch(False)
         self._seen: Layout | None = _layout(model)  # None in a copy, which does nothing
         self._handle = model.register_forward_pre_hook(self._before_forward)
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Why a parameter is not balanced, by its name."""
+        return self._capture.coverage.left_out
 
     def settle(self) -> None:
         self._capture.settle()
@@ -55,7 +61,9 @@ class FollowedModel:
 def _layout(model: nn.Module) -> Layout:
     """What is trained, and by which layers."""
     found = [(name, id(module), True) for name, module in model.named_modules()]
-    return found + [(name, id(p), p.requires_grad) for name, p in model.named_parameters()]
+    # `fully_shard` puts other tensors in the place of parameters while layers run.
+    known = not is_fully_sharded(model)
+    return found + [(name, id(p) if known else 0, p.requires_grad) for name, p in model.named_parameters()]
 
 
 def _of_a_copy() -> FollowedModel:

@@ -19,7 +19,13 @@ from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors
 from cdgrab.per_example.layers.convolution import ConvolutionAdapter
 from cdgrab.per_example.layers.embedding import EmbeddingAdapter
 from cdgrab.per_example.layers.linear import LinearAdapter, TransposedLinearAdapter
-from cdgrab.per_example.layers.norms import BatchNormAdapter, GroupNormAdapter, LayerNormAdapter, OtherBatchNorm
+from cdgrab.per_example.layers.norms import (
+    BatchNormAdapter,
+    GroupNormAdapter,
+    LayerNormAdapter,
+    OtherBatchNorm,
+    RmsNormAdapter,
+)
 from cdgrab.per_example.layers.recurrent import RecurrentAdapter
 from cdgrab.per_example.layers.unknown import OneByOne
 
@@ -39,18 +45,38 @@ _ADAPTERS: dict[type[nn.Module], LayerAdapter] = {
     **dict.fromkeys((nn.Conv1d, nn.Conv2d), ConvolutionAdapter()),
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN, nn.RNNBase), RecurrentAdapter()),
 }
-# Layers of other packages, which are not imported to find out.
-_BY_NAME = {"transformers.pytorch_utils.Conv1D": TransposedLinearAdapter()}
+# Layers of the transformers package, which is not imported to find out: by how the name of their class ends.
+_OF_TRANSFORMERS = {
+    "pytorch_utils.Conv1D": TransposedLinearAdapter(),
+    "RMSNorm": RmsNormAdapter(),
+    "T5LayerNorm": RmsNormAdapter(),
+}
 
 
 def adapter_of(module: nn.Module) -> LayerAdapter:
-    """The adapter that serves a module. A subclass of a registered class gets the fallback of that adapter."""
-    for kind in type(module).__mro__:
-        adapter = _ADAPTERS.get(kind) or _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+    """The adapter for a module. One registered for a class serves its subclasses by its fallback only."""
+    own, *others = _classes_of(module)
+    for kind in (own, *others):
+        adapter = _ADAPTERS.get(kind) or _of_transformers(kind)
         if adapter is not None:
-            taken = kind is type(module) and adapter.takes(module)
+            taken = kind is own and adapter.takes(module)
             return adapter if taken else adapter.fallback or _ANY
     return _ANY
+
+
+def _classes_of(module: nn.Module) -> list[type]:
+    """The class of a module and its bases, without the subclass that `fully_shard` makes of it."""
+    kinds = type(module).__mro__
+    # By name: asking for the class would import all of it.
+    is_sharded = len(kinds) > 1 and kinds[1].__name__ == "FSDPModule"
+    return list(kinds[2:] if is_sharded else kinds)
+
+
+def _of_transformers(kind: type) -> LayerAdapter | None:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if not name.startswith("transformers."):
+        return None
+    return next((adapter for end, adapter in _OF_TRANSFORMERS.items() if name.endswith(end)), None)
 
 
 def register_layer(*kinds: type[nn.Module]) -> Callable[[Registered], Registered]:

@@ -48,6 +48,25 @@ class GroupNormAdapter(LayerAdapter):
         return {"weight": Rows(scaled_NcT.sum(2)), "bias": Rows(grad_NcT.sum(2))}
 
 
+class RmsNormAdapter(LayerAdapter):
+    """Serves the RMSNorm of a model in the transformers package, which most of these models define on their own."""
+
+    parameters = ("weight",)
+    fallback = OneByOne()
+
+    def takes(self, module: Any) -> bool:
+        return _eps_of(module) is not None and super().takes(module)
+
+    def factors(self, module: Any, x: Tensor, grad: Tensor, num: int) -> LayerFactors:
+        numel = module.weight.numel()
+        normed = F.rms_norm(x, (numel,), eps=_eps_of(module))
+        return {"weight": Summed((normed * grad).reshape(num, -1, numel))}
+
+
+def _eps_of(module: Any) -> float | None:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
 class OtherBatchNorm(OneByOne):
     """Serves batch normalisation of any other kind, such as `SyncBatchNorm`, but not in training."""
 
