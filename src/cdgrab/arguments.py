@@ -74,10 +74,10 @@ def whole_number(name: str, value: Any, *, least: int) -> int:
     return number
 
 
-def checked_unit_size(unit_size: int | None, default: int | None, batch_size: int) -> int:
-    """The examples per unit: `unit_size`, or `default`, or the whole batch of a process."""
+def checked_unit_size(unit_size: int | None, batch_size: int) -> int:
+    """The examples per unit: `unit_size`, by default one."""
     if unit_size is None:
-        return default or batch_size
+        return 1
     unit_size = whole_number("unit_size", unit_size, least=1)
     if batch_size % unit_size and unit_size % batch_size:
         raise ValueError(

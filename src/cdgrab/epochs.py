@@ -111,6 +111,17 @@ class Epochs:
                 self._take(rows, units)
             self.end_epoch_if_due()
 
+    def make_batches_units(self) -> bool:
+        if self.settings.units_are_given or self.epoch or self.progress.rows:
+            return False
+        self.settings = self.settings.with_batches_as_units()
+        self.lanes = self.settings.deal(0)
+        self.order_N = np.arange(self.lanes.num_units, dtype=narrowest(self.lanes.num_units))
+        self.progress = Progress(self.lanes, 0, self.order_N)
+        self.intake = Intake(self.settings, self._connection.exchange, sketched=self.intake.sketched)
+        self.intake.start_epoch(0, self.lanes)
+        return True
+
     def count_step(self) -> CountedStep:
         step = self.progress.next_step(None, self.settings.units_per_batch)
         counts_mL = self.lanes.counts(step.start, step.visits, self.settings.sorted_lanes)

@@ -34,8 +34,8 @@ class Ordering:
     Args:
         dataset: A map-style dataset, or its length.
         batch_size: The batch size of the loader, on each rank.
-        unit_size: Examples per unit. By default a whole batch is one unit: `backward()` gives its gradient. 1 orders
-            single examples and needs one row per example. Orders without gradients shuffle single examples by default.
+        unit_size: Examples per unit. By default 1: single examples are ordered, which gains most. `batch_size` orders
+            whole batches, `4 * batch_size` what is accumulated over four of them.
         lanes: The number of sequences of units, each reordered on its own and in step with the others: the paper's
             workers. By default one for every unit of the global batch (all ranks' batches together). Rank `k` of `W`
             has the lanes `l` with `l mod W == k`.
@@ -57,7 +57,7 @@ class Ordering:
     Example:
         >>> ordering = Ordering(8, batch_size=2)
         >>> for batch in torch.utils.data.DataLoader(range(8), batch_size=2, sampler=ordering.sampler):
-        ...     ordering.observe(torch.randn(5))
+        ...     ordering.observe(torch.randn(2, 5))
         >>> ordering.epoch
         1
     """
@@ -199,28 +199,33 @@ class Ordering:
         self._epochs.expect(None)
         self._epochs.observe(rows, units)
 
-    def attach(self, model: nn.Module, *, source: str | GradientSource = "batch", **options: Any) -> None:
+    def attach(self, model: nn.Module, *, source: str | GradientSource = "auto", **options: Any) -> None:
         """Observe the gradients of `model` from now on, at every backward pass. No other call is needed.
 
         Args:
             model: A `DistributedDataParallel` model, one to which `fully_shard` has been applied, or, in one process,
                 any module.
-            source: Where the gradients of units come from. `"batch"`: the gradient that a backward pass leaves; a unit
-                is a batch, or several that are accumulated (`no_sync`). For single examples (`unit_size=1`):
-                `"sketch"`, a short row for every example, which keeps nearly all of the gain, or `"per_example"`, the
-                whole gradient of every example: exact, but `examples x parameters` numbers for every batch. Or a
-                `cdgrab.sources.GradientSource` of your own.
+            source: Where the gradients of units come from. For single examples: `"sketch"`, a short row for every
+                example, which keeps nearly all of the gain, or `"per_example"`, the whole gradient of every example:
+                exact, but `examples x parameters` numbers for every batch. `"batch"` (with `unit_size=batch_size`):
+                the gradient that a backward pass leaves; a unit is a batch, or several that are accumulated
+                (`no_sync`). `"auto"` is `"sketch"` if units are examples and `"batch"` if they are batches; where the
+                model shows no single examples, and neither `unit_size` nor `lanes` was given, batches become the
+                units. Or a `cdgrab.sources.GradientSource` of your own.
             options: Options of the source; one that it does not have is an error. `"batch"` takes `hook` and
                 `hook_state`, a communication hook that averages gradients instead of the all-reduce
-                (`DistributedDataParallel` only). `"sketch"` and `"per_example"` take `reduction`, that of the loss:
+                (`DistributedDataParallel` only). All others take `reduction`, that of the loss:
                 `"mean"` (default) or `"sum"`. They leave out, with a warning, parameters whose gradients of single
-                examples cannot be seen; `strict=True` refuses such models. `"sketch"` takes `length`, a power of two,
-                by default 1,024.
+                examples cannot be seen; `strict=True` refuses such models. `"auto"` and `"sketch"` take `length`, a
+                power of two, by default 1,024.
         """
         if self._attachment is not None:
             raise ValueError("the ordering is attached to a model already; call detach() first")
         self._settings.check_world_is_the_same()
         self._attachment = find_source(source, options).attach(self._epochs, model)
+        if self._epochs.settings is not self._settings:  # batches have become units
+            self._settings = self._epochs.settings
+            self._config = self._settings.config(self._epochs.lanes)
 
     def explain(self, model: nn.Module, *inputs: Any, length: int = DEFAULT_LENGTH) -> str:
         """A table of how `attach(model, source="sketch")` sketches each layer of a model, and at what cost.

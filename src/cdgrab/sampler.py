@@ -35,8 +35,6 @@ class OrderedSampler(DistributedSampler[Any]):
         self._ordering, self._settings = ordering, settings
         super().__init__(dataset, world.size, world.rank, seed=ordering.seed, drop_last=ordering.drop_last)  # type: ignore[arg-type]
         self._stood_at: list[tuple[int, int]] = []
-        self.num_samples = ordering.examples_per_epoch
-        self.total_size = self.num_samples * world.size
 
     def __iter__(self) -> Iterator[int]:
         self._settings.check_world_is_the_same()
@@ -49,6 +47,24 @@ class OrderedSampler(DistributedSampler[Any]):
     def __len__(self) -> int:
         """The number of examples in a whole epoch: `len(loader)` must not change while a loop uses it."""
         return self.num_samples
+
+    @property
+    def num_samples(self) -> int:
+        """The number of examples in a whole epoch of this process."""
+        return self._ordering.examples_per_epoch
+
+    @num_samples.setter
+    def num_samples(self, value: int) -> None:
+        """Do nothing: `DistributedSampler.__init__` sets it."""
+
+    @property
+    def total_size(self) -> int:
+        """The number of examples in a whole epoch of all processes."""
+        return self.num_samples * self._settings.world.size
+
+    @total_size.setter
+    def total_size(self, value: int) -> None:
+        """Do nothing: `DistributedSampler.__init__` sets it."""
 
     @property
     def epoch(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,7 @@ class Settings:
 
     Attributes:
         batch_size: The examples of this process in a full batch.
+        units_are_given: Whether the user has said how examples make units, or units lanes.
         lanes: The number of lanes of all processes.
         order: The name of the order; `spec` is its definition.
         rule: The name of the rule, `"custom"` if it has none; `make_rule` makes one.
@@ -38,6 +39,7 @@ class Settings:
     num_examples: int
     batch_size: int
     unit_size: int
+    units_are_given: bool
     lanes: int
     order: str
     spec: OrderSpec
@@ -74,11 +76,13 @@ class Settings:
         world = world or World.detect(ranks)
         batch_size = whole_number("batch_size", batch_size, least=1)
         spec = find_order(order)
-        unit_size = checked_unit_size(unit_size, None if spec.needs_gradients else 1, batch_size)
+        units_are_given = unit_size is not None or lanes is not None
+        unit_size = checked_unit_size(unit_size, batch_size)
         settings = cls(
             num_examples=num_examples,
             batch_size=batch_size,
             unit_size=unit_size,
+            units_are_given=units_are_given,
             lanes=checked_lanes(lanes, world, max(1, batch_size // unit_size)),
             order=order,
             spec=spec,
@@ -93,6 +97,10 @@ class Settings:
         )
         settings._check_world()
         return settings
+
+    def with_batches_as_units(self) -> Settings:
+        """The same, but every batch of a process is a unit, and every process has a lane."""
+        return replace(self, unit_size=self.batch_size, units_are_given=True, lanes=self.world.size)
 
     @cached_property
     def units_per_batch(self) -> int:

@@ -65,7 +65,7 @@ def trained(*, compiled: bool) -> tuple[list[int], float]:
     model: Any = DistributedDataParallel(nn.Linear(3, 2).double())
     if compiled:
         model = torch.compile(model, backend="eager")
-    ordering, x = Ordering(16, batch_size=2), randn(16, 3, dtype=torch.float64)
+    ordering, x = Ordering(16, batch_size=2, unit_size=2), randn(16, 3, dtype=torch.float64)
     ordering.attach(model)
     while ordering.epoch < 2:
         model(x[ordering.remaining()[:2]]).square().sum().backward()

@@ -74,7 +74,10 @@ def simulated(size: int, order: str = "cd-grab", rule: str = "greedy") -> tuple[
 
     A unit is a rank's batch. So the one that decides orders the numbers of units, a lane for each rank.
     """
-    ranks = [Ordering(LENGTH, batch_size=BATCH, order=order, world=World(rank, size)) for rank in range(size)]
+    ranks = [
+        Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH, order=order, world=World(rank, size))
+        for rank in range(size)
+    ]
     balanced = ORDERS[order].needs_gradients
     num_units = len(ranks[0].order) // BATCH if balanced else 0
     units = [rank.order.split(BATCH) for rank in ranks]
@@ -137,12 +140,12 @@ def attached_runs() -> list[tuple[list[list[int]], Tensor]]:
     runs = []
     for options in OPTIONS:
         model = DistributedDataParallel(Net(), **options)
-        ordering = Ordering(LENGTH, batch_size=BATCH)
+        ordering = Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH)
         ordering.attach(model)
         runs.append((train(ordering, model), flat(model)))
     for order, rule, exchange in KINDS:
         model = DistributedDataParallel(Net(), bucket_cap_mb=0.0005)
-        ordering = Ordering(LENGTH, batch_size=BATCH, order=order, rule=rule, exchange=exchange)
+        ordering = Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH, order=order, rule=rule, exchange=exchange)
         ordering.attach(model)
         runs.append((train(ordering, model), flat(model)))
     return runs
@@ -168,7 +171,7 @@ def averages(dtype: torch.dtype) -> list[float]:
     """
     alone = Net(dtype)
     plain, attached = (DistributedDataParallel(copy.deepcopy(alone), bucket_cap_mb=0.0005) for _ in range(2))
-    ordering = Ordering(LENGTH, batch_size=BATCH)
+    ordering = Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH)
     ordering.attach(attached)
     found = []
     for step in range(6):
@@ -195,7 +198,7 @@ def test_the_average_is_that_of_plain_ddp_attached_and_detached(dtype: torch.dty
 
 def half_precision() -> list[list[int]]:
     model = DistributedDataParallel(Net(torch.bfloat16))
-    ordering = Ordering(LENGTH, batch_size=BATCH)
+    ordering = Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH)
     ordering.attach(model)
     orders = train(ordering, model, epochs=2)
     assert all(stored.rows_Lc.dtype == torch.float32 for stored in ordering._epochs.intake.sorter.store.values())  # type: ignore[union-attr]
@@ -209,8 +212,8 @@ def test_half_precision_gradients_are_balanced_in_single() -> None:
 
 def with_a_hook() -> tuple[bool, list[list[int]]]:
     model = DistributedDataParallel(Net(torch.float32), bucket_cap_mb=0.0005)
-    ordering = Ordering(LENGTH, batch_size=BATCH)
-    ordering.attach(model, hook=fp16_compress_hook)
+    ordering = Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH)
+    ordering.attach(model, source="batch", hook=fp16_compress_hook)
     loss_of(model, [dist.get_rank()]).backward()
     rounded = bool(torch.equal(flat_grad(model), flat_grad(model).half().float()))
     return rounded, [ordering.order.tolist()]
@@ -237,7 +240,7 @@ def test_accumulated_batches_are_one_unit() -> None:
 
 def fresh() -> tuple[Ordering, DistributedDataParallel]:
     model = DistributedDataParallel(Net(), bucket_cap_mb=0.0001)
-    ordering = Ordering(LENGTH, batch_size=BATCH)
+    ordering = Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH)
     ordering.attach(model)
     return ordering, model
 
@@ -296,16 +299,16 @@ def refusals() -> list[str]:
             messages.append(str(error))
 
     model = DistributedDataParallel(Net())
-    refused(Ordering(LENGTH, batch_size=BATCH), Net())
-    refused(Ordering(LENGTH, batch_size=BATCH, unit_size=1), model)
-    refused(Ordering(LENGTH, batch_size=BATCH), Net(), hook=fp16_compress_hook)
-    ordering = Ordering(LENGTH, batch_size=BATCH)
+    refused(Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH), Net())
+    refused(Ordering(LENGTH, batch_size=BATCH, unit_size=1), model, source="batch")
+    refused(Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH), Net(), source="batch", hook=fp16_compress_hook)
+    ordering = Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH)
     ordering.attach(model)
     refused(ordering, model)
-    refused(Ordering(LENGTH, batch_size=BATCH), model)
+    refused(Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH), model)
     hooked = DistributedDataParallel(Net())
     hooked.register_comm_hook(None, fp16_compress_hook)
-    refused(Ordering(LENGTH, batch_size=BATCH), hooked)
+    refused(Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH), hooked)
     try:
         ordering.observe(torch.zeros(3))
     except ValueError as error:
@@ -332,7 +335,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason() -> None:
 
 def nan_on_one_rank() -> tuple[float, list[int]]:
     model = DistributedDataParallel(Net())
-    ordering = Ordering(32, batch_size=BATCH)
+    ordering = Ordering(32, batch_size=BATCH, unit_size=BATCH)
     ordering.attach(model)
     for step in range(4):
         model.zero_grad()
@@ -350,7 +353,7 @@ def test_a_nan_on_one_rank_is_left_out_everywhere() -> None:
 
 def raises_in_the_middle() -> None:
     model = DistributedDataParallel(Net())
-    ordering = Ordering(LENGTH, batch_size=BATCH)
+    ordering = Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH)
     ordering.attach(model)
     for step, batch in enumerate(torch.tensor(list(ordering.sampler)).split(BATCH)):
         if step == 3 and dist.get_rank() == 1:
@@ -368,7 +371,7 @@ def test_a_rank_that_raises_takes_the_others_down_within_the_time_out() -> None:
 
 def different_models() -> None:
     model = Net(branch=dist.get_rank() == 1)
-    ordering = Ordering(LENGTH, batch_size=BATCH)
+    ordering = Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH)
     ordering.attach(DistributedDataParallel(model))
 
 

@@ -32,7 +32,7 @@ def whole(model: nn.Module) -> Tensor:
 
 def attached(size: int) -> tuple[list[list[int]], Tensor, float]:
     model = sharded(Net(), size)
-    ordering = Ordering(LENGTH, batch_size=BATCH)
+    ordering = Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH)
     ordering.attach(model)
     orders = train(ordering, model)
     return orders, whole(model), ordering.metrics()["bytes"]
@@ -49,7 +49,7 @@ def test_fsdp_finds_the_orders_of_the_simulation_and_the_same_model(size: int) -
 
 def detached(size: int) -> bool:
     plain, model = sharded(Net(), size), sharded(Net(), size)
-    ordering = Ordering(LENGTH, batch_size=BATCH)
+    ordering = Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH)
     ordering.attach(model)
     ordering.detach()
     for net in (plain, model):
@@ -69,7 +69,7 @@ def test_detaching_restores_plain_fsdp() -> None:
 
 def refused(size: int) -> str:
     try:
-        Ordering(LENGTH, batch_size=BATCH, order="pair").attach(sharded(Net(), size))
+        Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH, order="pair").attach(sharded(Net(), size))
     except ValueError as error:
         return str(error)
     return ""

@@ -31,7 +31,7 @@ class Case:
     rule: str = "greedy"
     lanes: int = 4  # in one process; ranks have as many as there are by default
     batch: int = 8  # of all ranks together
-    unit: int | None = 1
+    unit: int | None = 1  # None: a batch of a rank
     length: int = 53
     drop_last: bool = False
     source: str | None = None
@@ -120,7 +120,7 @@ class Training:
         self.ordering = cdgrab.Ordering(
             case.length,
             batch_size=case.batch // ranks,
-            unit_size=case.unit,
+            unit_size=case.unit or case.batch // ranks,
             order=case.order,
             rule=case.rule,
             drop_last=case.drop_last,

@@ -33,7 +33,7 @@ class Stream(IterableDataset[int]):
         (10, {"unit_size": 3}, "unit_size is 3, but a batch has 4 examples.*choose a divisor of 4"),
         (10, {"unit_size": 6}, "unit_size is 6, but a batch has 4 examples.*or a multiple if batches are"),
         (10, {"lanes": 3, "unit_size": 1}, "lanes is 3, but the 4 units of the global batch.*choose one of 1, 2, 4"),
-        (10, {"lanes": 4}, "lanes is 4, but the 1 units of the global batch.*or another unit_size"),
+        (10, {"lanes": 4, "unit_size": 4}, "lanes is 4, but the 1 units of the global batch.*or another unit_size"),
         (10, {"lanes": 0}, "lanes is 0; it must be a whole number"),
         (10, {"order": "cd_grab"}, "unknown order 'cd_grab'; choose one of rr, .*cd-grab"),
         (10, {"rule": "best"}, "unknown rule 'best'; choose one of greedy, walk, halving"),
@@ -77,7 +77,7 @@ def test_observing_in_order(rows: torch.Tensor, units: torch.Tensor | None, mess
 
 
 def test_rows_that_are_refused_say_nothing_of_others() -> None:
-    ordering = Ordering(4, batch_size=2)
+    ordering = Ordering(4, batch_size=2, unit_size=2)
     with pytest.raises(ValueError, match="3 rows"):
         ordering.observe(torch.zeros(3, 7, dtype=torch.float64))
     for row in randn(2, 5):  # of another width and type

@@ -83,10 +83,10 @@ def test_rows_whose_squares_vanish_are_said(order: str, caplog: pytest.LogCaptur
 
 def test_too_few_units_are_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "cdgrab")
-    Ordering(10, batch_size=16)
+    Ordering(10, batch_size=16, unit_size=16)
     assert "there is nothing to order: 10 examples make 0 units of 16 for 1 lanes" in caplog.text
     caplog.clear()
-    Ordering(32, batch_size=16)
+    Ordering(32, batch_size=16, unit_size=16)
     assert not caplog.text
 
 
@@ -140,11 +140,11 @@ class Checkpointed(nn.Module):
 
 def test_a_pass_within_a_pass_is_no_batch_of_its_own() -> None:
     x = randn(4, 4).requires_grad_()
-    ordering, model = Ordering(16, batch_size=4), Checkpointed(reentrant=False)
+    ordering, model = Ordering(16, batch_size=4, unit_size=4), Checkpointed(reentrant=False)
     ordering.attach(model)
     model(x).sum().backward()
     assert ordering.examples_left == 12
-    ordering, model = Ordering(16, batch_size=4), Checkpointed(reentrant=True)
+    ordering, model = Ordering(16, batch_size=4, unit_size=4), Checkpointed(reentrant=True)
     ordering.attach(model)
     with pytest.raises(ValueError, match=r"a backward pass took place within another one.*use_reentrant=False"):
         model(x).sum().backward()
@@ -184,8 +184,8 @@ def test_attaching_what_is_no_model() -> None:
         ("sketch", {"hook": print}, "source 'sketch' has no option 'hook'"),
         ("sketch", {"reduction": "none"}, "reduction is 'none'; pass the reduction of the loss"),
         ("ghost", {}, "source 'ghost' is gone: use 'sketch'"),
-        ("best", {}, "unknown source 'best'; choose one of batch, per_example, sketch"),
-        (3, {}, r"source is 3; pass one of 'batch', .* or an object with attach\(port, model\)"),
+        ("best", {}, "unknown source 'best'; choose one of auto, batch, per_example, sketch"),
+        (3, {}, r"source is 3; pass one of 'auto', .* or an object with attach\(port, model\)"),
     ],
 )
 def test_sources_and_their_options(source: Any, options: dict[str, Any], message: str) -> None:
@@ -197,12 +197,12 @@ def test_sources_and_their_options(source: Any, options: dict[str, Any], message
 
 def test_a_state_is_a_dict() -> None:
     with pytest.raises(ValueError, match=r"the state of an ordering is the dict that .* returned; found a NoneType"):
-        Ordering(16, batch_size=4).load_state_dict(None)  # type: ignore[arg-type]
+        Ordering(16, batch_size=4, unit_size=4).load_state_dict(None)  # type: ignore[arg-type]
 
 
 def test_compiled_modules_are_unwrapped() -> None:
     model = nn.Linear(4, 2)
-    ordering = Ordering(16, batch_size=4)
+    ordering = Ordering(16, batch_size=4, unit_size=4)
     ordering.attach(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
     model(randn(4, 4)).sum().backward()
     assert ordering.examples_left == 12
@@ -212,11 +212,11 @@ def test_compiled_modules_are_unwrapped() -> None:
 def test_wrappers_that_cannot_be_served_are_named(name: str) -> None:
     wrapper = type(name, (nn.Module,), {})()
     with pytest.raises(ValueError, match=f"{name} cannot be attached: it .*use"):
-        Ordering(16, batch_size=4).attach(wrapper)
+        Ordering(16, batch_size=4, unit_size=4).attach(wrapper)
 
 
 def test_closing_detaches() -> None:
-    ordering, model = Ordering(16, batch_size=4), nn.Linear(4, 2)
+    ordering, model = Ordering(16, batch_size=4, unit_size=4), nn.Linear(4, 2)
     ordering.attach(model)
     for _ in range(2):
         ordering.close()

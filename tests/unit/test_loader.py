@@ -176,7 +176,7 @@ def test_it_is_a_distributed_sampler() -> None:
 
 def test_unit_is_a_batch() -> None:
     """The last batch is short, fills no unit, and comes last in every epoch."""
-    ordering = Ordering(50, batch_size=8)
+    ordering = Ordering(50, batch_size=8, unit_size=8)
     tails = []
     for _ in range(3):
         for index, rows in loader_of(ordering):

@@ -293,8 +293,8 @@ def test_independent_ranks_draw_differently() -> None:
     assert signs[0] != signs[1]
 
 
-def test_default_unit_is_a_batch() -> None:
-    assert Ordering(64, batch_size=16).unit_size == 16
+def test_default_unit_is_an_example() -> None:
+    assert Ordering(64, batch_size=16).unit_size == 1
     assert Ordering(64, batch_size=16, order="rr").unit_size == 1
 
 
@@ -359,7 +359,7 @@ def test_cores_do_not_change_signs(threads: int) -> None:
 
 def test_the_rest_may_come_early_but_once() -> None:
     """10 examples in units of 4: two units, and a rest of two."""
-    ordering = Ordering(10, batch_size=4)
+    ordering = Ordering(10, batch_size=4, unit_size=4)
     planned = list(ordering.sampler)
     ordering.observe(randn(1, 3), units=torch.tensor(planned[8:]))
     assert ordering.remaining().tolist() == planned[:8]
@@ -400,7 +400,7 @@ def test_the_length_of_the_loader_does_not_change_under_the_loop() -> None:
 
 
 def test_what_fills_no_unit_is_dropped_for_good_as_documented() -> None:
-    ordering = Ordering(50, batch_size=8, drop_last=True)
+    ordering = Ordering(50, batch_size=8, unit_size=8, drop_last=True)
     visited: set[int] = set()
     for _ in range(5):
         visited |= {example for batch in train_epoch(ordering, randn(50, 3)) for example in batch}

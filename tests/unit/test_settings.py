@@ -59,7 +59,7 @@ def test_rows_come_from_all_lanes_that_decide_together(world: World, lanes: int,
         (World(1, 3), 4, 9),
         (World(), 12, 1),
         (World(), 24, 1),
-        (World(1, 3), None, 3),
+        (World(1, 3), None, 36),
     ],
 )
 def test_by_default_every_unit_of_the_global_batch_has_a_lane(world: World, unit_size: int | None, lanes: int) -> None:

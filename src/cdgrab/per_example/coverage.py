@@ -15,6 +15,10 @@ log = logging.getLogger("cdgrab")
 _MOST_NAMES = 4  # of a reason, in a message
 
 
+class NothingToBalance(ValueError):
+    """No trained parameter shows the gradients of single examples."""
+
+
 class Coverage:
     """The trained parameters of a model, less those that are left out.
 
@@ -38,13 +42,13 @@ class Coverage:
         return 1 - sum(self._sizes[name] for name in self.left_out) / total if total else 0.0
 
     def leave_out(self, names: Collection[str], reason: str) -> None:
-        """Leave parameters out from now on; raises `ValueError` if that is not allowed, or if nothing remains."""
+        """Leave parameters out from now on; raises `ValueError` if that is not allowed or nothing remains."""
         new = [name for name in names if name not in self.left_out]
         if new and self._strict:
             raise ValueError(f"strict=True, and {_listed(new)} cannot be balanced: {reason}")
         self.left_out |= dict.fromkeys(new, reason)
         if len(self.left_out) == len(self._sizes):
-            raise ValueError(f"no trained parameter can be balanced; use source='batch'\n{self.reasons()}")
+            raise NothingToBalance(f"no trained parameter can be balanced; use source='batch'\n{self.reasons()}")
 
     def say(self) -> None:
         """Log what has been left out since the last time."""

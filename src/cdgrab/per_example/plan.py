@@ -103,6 +103,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _reason_against(name: str, module: nn.Module, adapter: LayerAdapter) -> str | None:
     """Why the parameters of a module cannot be watched; None if they can."""
+    if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+        return f"{described(name, module)} is no layer: a module around it uses its parameters"
     has_layers_inside = any(True for child in module.children() for _ in child.parameters())
     if adapter.runs_again and not adapter.is_whole and has_layers_inside:
         return f"{described(name, module)} has layers inside and uses these itself, where they cannot be watched"

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from cdgrab.sources.auto import AutoSource
 from cdgrab.sources.batch import BatchSource
 from cdgrab.sources.examples import PerExampleSource, SketchSource
 from cdgrab.sources.port import Attachment, CountedStep, GradientSource, Port
 
 SOURCES: dict[str, type[GradientSource]] = {
+    "auto": AutoSource,
     "batch": BatchSource,
     "per_example": PerExampleSource,
     "sketch": SketchSource,
@@ -50,8 +52,11 @@ def find_source(source: str | GradientSource, options: Mapping[str, Any]) -> Gra
     known = [field.name for field in fields(make)] if is_dataclass(make) else []
     unknown = [name for name in options if name not in known]
     if unknown:
+        others = [name for name, other in SOURCES.items() if {*unknown} <= {field.name for field in fields(other)}]  # type: ignore[arg-type]
+        remedy = f"; use source={others[0]!r}" if others else ""
         raise ValueError(
             f"source {source!r} has no option {', '.join(map(repr, unknown))}; it takes {', '.join(known) or 'none'}"
+            f"{remedy}"
         )
     found: GradientSource = make(**options)
     return found
@@ -60,6 +65,7 @@ def find_source(source: str | GradientSource, options: Mapping[str, Any]) -> Gra
 __all__ = [
     "SOURCES",
     "Attachment",
+    "AutoSource",
     "BatchSource",
     "CountedStep",
     "GradientSource",

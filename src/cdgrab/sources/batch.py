@@ -30,11 +30,13 @@ class BatchSource:
         """Attach to a plain module, or to one wrapped for several ranks."""
         settings, model = port.settings, unwrapped(model)
         if port.balances and settings.unit_size % settings.batch_size:
-            raise ValueError(
-                f"unit_size is {settings.unit_size}, but a backward pass gives one gradient for the whole batch of "
-                f"{settings.batch_size}; use unit_size=None, or single examples: unit_size=1 and attach(model, "
-                "source='sketch')"
-            )
+            if not port.make_batches_units():
+                raise ValueError(
+                    f"unit_size is {settings.unit_size}, but a backward pass gives one gradient for the whole batch of "
+                    f"{settings.batch_size}; make the ordering with unit_size={settings.batch_size}, or take single "
+                    "examples: unit_size=1 and attach(model, source='sketch')"
+                )
+            settings = port.settings
         port.expect(None)
         if isinstance(model, DistributedDataParallel):
             return self._attach_ddp(port, model)

@@ -89,6 +89,9 @@ class Port(Protocol):
         rows are of other parameters than before, even if their form is the same.
         """
 
+    def make_batches_units(self) -> bool:
+        """Make every batch a unit. Returns False, and changes nothing, if the user wants other units or has begun."""
+
     def observe(self, rows: Tensor) -> None:
         """Take the rows of a step, `units x dim`, and end the epoch after its last step."""
 

@@ -174,22 +174,41 @@ def test_explain_shows_what_is_left_out() -> None:
     assert r"left out: positions.weight: layer 'positions' (Embedding) has outputs of shape (1, 3, 8)" in text
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize(
-    "model",
-    [
-        nn.ParameterList([nn.Parameter(torch.ones(3))]),
-        nn.ParameterDict({"scale": nn.Parameter(torch.ones(3))}),
-        nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.ParameterList([nn.Parameter(torch.ones(3))])),
-    ],
-    ids=["list", "dict", "beside a frozen layer"],
-)
-def test_parameters_that_no_layer_uses(model: nn.Module, source: str) -> None:
-    """Nothing would ever be observed."""
-    ordering = Ordering(8, batch_size=4, unit_size=1)
-    ordering.attach(model, source=source)
-    with pytest.raises(ValueError, match="no watched layer took part in it, so nothing was observed"):
-        sum((p.sum() for p in model.parameters() if p.requires_grad), torch.zeros(())).backward()
+class Scaled(nn.Module):
+    """A frozen layer whose outputs are scaled by a parameter that no layer of its own uses."""
+
+    def __init__(self, scales: nn.Module) -> None:
+        super().__init__()
+        self.scales, self.layer = scales, nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        [scale] = self.scales.parameters()
+        return self.layer(x) * scale  # type: ignore[no-any-return]
+
+
+LISTS = [nn.ParameterList([nn.Parameter(torch.ones(3))]), nn.ParameterDict({"scale": nn.Parameter(torch.ones(3))})]
+
+
+@pytest.mark.parametrize("scales", LISTS, ids=["list", "dict"])
+def test_parameters_that_no_layer_uses(scales: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing would ever be observed. By default batches become the units."""
+    for source in SOURCES:
+        with pytest.raises(ValueError, match=r"no trained parameter can be balanced.*(?s:.)* is no layer"):
+            Ordering(8, batch_size=4).attach(Scaled(scales), source=source)
+    givens: list[dict[str, Any]] = [{"unit_size": 1}, {"lanes": 4}]
+    for given in givens:
+        with pytest.raises(ValueError, match="no trained parameter can be balanced"):
+            Ordering(8, batch_size=4, **given).attach(Scaled(scales))
+    model, ordering = Scaled(scales), Ordering(32, batch_size=4)
+    ordering.attach(model)
+    assert "whole batches are ordered instead of single examples, which gains less" in caplog.text
+    assert (ordering.unit_size, ordering.lanes, len(ordering.sampler)) == (4, 1, 32)
+    for _ in range(8):
+        model(randn(4, 3)).sum().backward()
+    assert ordering.epoch == 1
+    other = Ordering(32, batch_size=4, unit_size=4)
+    other.load_state_dict(ordering.state_dict())
+    assert other.order.tolist() == ordering.order.tolist()
 
 
 def compiled_afterwards(model: nn.Module, attach: Callable[[], None]) -> Any:

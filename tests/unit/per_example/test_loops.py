@@ -208,16 +208,15 @@ def test_a_compiled_model_is_refused() -> None:
 def test_bad_arguments() -> None:
     ordering = Ordering(8, batch_size=4, unit_size=1)
     for arguments, message in [
-        ({"source": "magic"}, "unknown source 'magic'; choose one of batch, per_example, sketch"),
+        ({"source": "magic"}, "unknown source 'magic'; choose one of auto, batch, per_example, sketch"),
         ({"source": "ghost"}, "source 'ghost' is gone: use 'sketch'.* or 'per_example'"),
         ({"source": "per_example", "reduction": "none"}, "reduction is 'none'; pass the reduction of the loss"),
         ({"source": "sketch", "length": 100}, "length is 100; choose a power of two, 16 or more"),
-        ({}, "source='sketch'"),
     ]:
         with pytest.raises(ValueError, match=message):
             ordering.attach(model(), **arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unit_size is 4; make the ordering with unit_size=1"):
-        Ordering(8, batch_size=4).attach(model(), source="per_example")
+        Ordering(8, batch_size=4, unit_size=4).attach(model(), source="per_example")
     ordering.observe(randn(4, 3))
     with pytest.raises(ValueError, match=r"4 rows of this epoch have been observed already"):
         ordering.attach(model(), source="sketch")
@@ -355,7 +354,7 @@ def test_autocast_with_layers_that_are_differentiated_once_more(kind: str) -> No
 
 def test_a_pass_that_breaks_off_does_not_end_observing() -> None:
     net = model()
-    ordering = Ordering(24, batch_size=4)
+    ordering = Ordering(24, batch_size=4, unit_size=4)
     ordering.attach(net)
     hidden = net[0](X[:4])  # type: ignore[index]
     hidden.register_hook(_raise)

@@ -230,8 +230,9 @@ def test_two_ranks_find_the_orders_of_one_process(name: str) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_adapters_whose_parameters_no_layer_uses(make: Callable[[], Any]) -> None:
     model = make()
-    ordering = Ordering(NUM, batch_size=NUM, unit_size=1)
-    ordering.attach(model, source="sketch")
-    loss = of_words(model, torch.arange(NUM)).sum()
-    with pytest.raises(ValueError, match="no watched layer took part in it, so nothing was observed"):
-        loss.backward()
+    with pytest.raises(ValueError, match="no trained parameter can be balanced"):
+        Ordering(8 * NUM, batch_size=NUM).attach(model, source="sketch")
+    ordering = Ordering(8 * NUM, batch_size=NUM)
+    ordering.attach(model)
+    of_words(model, torch.arange(NUM)).sum().backward()
+    assert (ordering.unit_size, ordering.examples_left) == (NUM, 7 * NUM)

@@ -61,9 +61,9 @@ def attach_ddp(ordering: Ordering) -> nn.Module:
 @pytest.mark.usefixtures("group")
 def test_orders_are_those_of_observing() -> None:
     inputs = randn(64, 30).cuda()
-    attached = Ordering(64, batch_size=4, seed=1)
+    attached = Ordering(64, batch_size=4, unit_size=4, seed=1)
     net = attach_ddp(attached)
-    by_hand = Ordering(64, batch_size=4, seed=1)
+    by_hand = Ordering(64, batch_size=4, unit_size=4, seed=1)
     plain, expected = model(), []
     for _ in range(3):
         epoch = by_hand.epoch
@@ -80,7 +80,7 @@ def test_orders_are_those_of_observing() -> None:
 @pytest.mark.usefixtures("group")
 def test_a_step_does_not_wait_for_the_device() -> None:
     inputs = randn(400, 30).cuda()
-    ordering = Ordering(400, batch_size=4)
+    ordering = Ordering(400, batch_size=4, unit_size=4)
     net = attach_ddp(ordering)
     batches = [torch.arange(4 * step, 4 * step + 4).cuda() for step in range(40)]
     for batch in batches[:6]:  # buckets are rebuilt, memory is allocated, kernels are compiled

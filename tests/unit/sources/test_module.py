@@ -12,7 +12,7 @@ from cdgrab.sources.layout import Layout
 DATA = TensorDataset(randn(46, 4), torch.arange(46) % 3)
 
 
-def train(*, attached: bool, unit_size: int | None = None, epochs: int = 3) -> tuple[list[list[int]], torch.Tensor]:
+def train(*, attached: bool, unit_size: int = 4, epochs: int = 3) -> tuple[list[list[int]], torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -49,7 +49,7 @@ def test_units_of_several_batches() -> None:
 
 
 def test_detach_stops_observing() -> None:
-    model, ordering = nn.Linear(4, 3), Ordering(DATA, batch_size=4)
+    model, ordering = nn.Linear(4, 3), Ordering(DATA, batch_size=4, unit_size=4)
     ordering.attach(model)
     model(DATA.tensors[0][:4]).sum().backward()
     assert ordering.examples_left == 42
@@ -63,7 +63,7 @@ def test_detach_stops_observing() -> None:
 
 
 def test_orders_without_gradients_count_backward_passes() -> None:
-    model, ordering = nn.Linear(4, 3), Ordering(DATA, batch_size=4, order="rr")
+    model, ordering = nn.Linear(4, 3), Ordering(DATA, batch_size=4, unit_size=4, order="rr")
     ordering.attach(model)
     for x, _ in DataLoader(DATA, batch_size=4, sampler=ordering.sampler):
         model(x).sum().backward()
@@ -72,11 +72,11 @@ def test_orders_without_gradients_count_backward_passes() -> None:
 
 def test_what_cannot_be_served() -> None:
     with pytest.raises(ValueError, match="the model has no trainable parameter"):
-        Ordering(DATA, batch_size=4).attach(nn.ReLU())
-    with pytest.raises(ValueError, match="unit_size is 2, but a backward pass gives one gradient"):
+        Ordering(DATA, batch_size=4, unit_size=4).attach(nn.ReLU())
+    with pytest.raises(ValueError, match="source 'sketch' gives gradients of single examples, but unit_size is 2"):
         Ordering(DATA, batch_size=4, unit_size=2).attach(nn.Linear(4, 3))
     with pytest.raises(ValueError, match="Linear is not wrapped, but there are 2 ranks"):
-        Ordering(DATA, batch_size=4, world=World(0, 2)).attach(nn.Linear(4, 3))
+        Ordering(DATA, batch_size=4, unit_size=4, world=World(0, 2)).attach(nn.Linear(4, 3))
 
 
 def test_a_layout_gives_every_coordinate_one_owner() -> None:
