@@ -196,6 +196,24 @@ def test_the_average_is_that_of_plain_ddp_attached_and_detached(dtype: torch.dty
         assert max(errors) <= 1
 
 
+HALVES = (40_000 + 20_000 * torch.rand(3, 101, generator=torch.Generator().manual_seed(0))).half()
+
+
+def mean_of_halves() -> Tensor:
+    """Gradients that are these numbers: the sum of two of them is more than half precision can hold."""
+    model = DistributedDataParallel(nn.Linear(101, 1, bias=False, dtype=torch.float16))
+    ordering = Ordering(LENGTH, batch_size=BATCH)
+    ordering.attach(model)
+    model(HALVES[dist.get_rank()][None]).sum().backward()
+    return flat_grad(model)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_means_of_half_precision_are_rounded_once(size: int) -> None:
+    for mean in run_ranks(size, mean_of_halves):
+        assert torch.equal(mean, HALVES[:size].double().mean(0).half())
+
+
 def half_precision() -> list[list[int]]:
     model = DistributedDataParallel(Net(torch.bfloat16))
     ordering = Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH)

@@ -92,6 +92,16 @@ def test_drop_last_takes_whole_batches_and_forgets_nobody() -> None:
     assert len(visited) == 11
 
 
+def test_padding_is_drawn_anew_in_every_epoch() -> None:
+    """Nobody is repeated for ever: with four ranks three of five examples are, others in other epochs."""
+    dealt = [deal(5, World(rank, 4)) for rank in range(4)]
+    repeated = [[lanes.padding(epoch).tolist() for lanes in dealt] for epoch in range(1, 41)]
+    assert all([len(mine) for mine in epoch] == [0, 1, 1, 1] for epoch in repeated)
+    assert len({str(epoch) for epoch in repeated}) > 20
+    for rank in (1, 2, 3):
+        assert {epoch[rank][0] for epoch in repeated} == set(range(5))
+
+
 def test_dropping_everything_is_refused() -> None:
     with pytest.raises(ValueError, match="7 examples do not fill one batch of 4 on each of 2 processes"):
         Ordering(7, batch_size=4, world=World(0, 2), drop_last=True)

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 from _asserts import assert_follows_the_rule
 from _inputs import randn
+from cdgrab import ORDERS
 from cdgrab.balancing import reference
 from cdgrab.balancing.balancer import Balancer
-from cdgrab.balancing.rules import RULES, Halving, Rule, Walk, find_rule
+from cdgrab.balancing.rules import RULES, FloatArray, Greedy, Halving, Rule, Walk, find_rule
+from cdgrab.balancing.sorter import make_sorter
+from cdgrab.exchange.sharded import Sharded, ShardedPairs
 
 
 def pair_rows(g_WUD: torch.Tensor) -> torch.Tensor:
@@ -42,6 +48,55 @@ def test_walk_adapts_to_the_scale_of_the_rows() -> None:
     np.testing.assert_array_equal(small, large)
 
 
+def thresholds_over_epochs(make: Callable[[], Rule], lengths_EK: np.ndarray) -> np.ndarray:
+    """Every epoch's in two parts, each by a rule that goes on from a saved state."""
+    rule, found = make(), []
+    for epoch, lengths_K in enumerate(lengths_EK):
+        rule.start_epoch(epoch, len(lengths_K))
+        for part in np.split(lengths_K, [25]):
+            found.append(rule.thresholds(len(part), part.copy))
+            state, rule = rule.state_dict(), make()
+            rule.load_state_dict(state)
+    return np.concatenate(found).reshape(lengths_EK.shape)
+
+
+def lengths_over_epochs() -> np.ndarray:
+    """Squared lengths that fall by a factor of 100 from epoch to epoch, and vary widely within one."""
+    return np.asarray(np.exp(2 * randn(3, 40, dtype=torch.float64).numpy()) * 100.0 ** -np.arange(3)[:, None])
+
+
+def test_halving_is_its_formula_in_every_epoch() -> None:
+    lengths_EK, u_EK = lengths_over_epochs(), 2 * np.random.default_rng(7).random((3, 40)) - 1
+    found_EK = thresholds_over_epochs(lambda: Halving(np.random.default_rng(7), delta=0.3, epochs=20), lengths_EK)
+    for epoch in (1, 2, 3):
+        v = 0.0
+        for k in range(1, 41):
+            b2, u = lengths_EK[epoch - 1, k - 1], u_EK[epoch - 1, k - 1]
+            lam = math.log(4 / 0.3 * (1 + math.log(20)) * (1 + math.log(40)) * k * epoch)
+            a = max(b2, math.sqrt(b2 * v * lam))
+            v += b2 * max(0.0, 2 + (b2 - 2 * a) * v / a**2)
+            assert found_EK[epoch - 1, k - 1] == pytest.approx(u * a, rel=1e-9)
+
+
+def test_the_walks_constant_is_the_largest_length_of_the_epoch_so_far() -> None:
+    lengths_EK, draws_EK = lengths_over_epochs(), np.random.default_rng(7).random((3, 40))
+    expected = np.maximum.accumulate(lengths_EK, axis=1) * (1 - 2 * draws_EK)
+    found_EK = thresholds_over_epochs(lambda: Walk(np.random.default_rng(7)), lengths_EK)
+    np.testing.assert_allclose(found_EK, expected)
+
+
+@pytest.mark.usefixtures("engine")
+def test_rows_that_are_not_finite_have_no_length() -> None:
+    rows = randn(40, 6)
+    rows[[0, 7, 8], 2] = torch.tensor([torch.nan, torch.inf, 1e30])
+    kept = [k for k in range(40) if k not in (0, 7, 8)]
+    c = np.maximum.accumulate(rows[kept].double().square().sum(1).numpy())
+    draws = np.random.default_rng(3).random(40)[kept]
+    signs = np.asarray(Balancer(Walk(np.random.default_rng(3))).balance(rows))
+    assert signs[[0, 7, 8]].tolist() == [1, 1, 1]
+    assert assert_follows_the_rule(rows[kept], signs[kept], c * (1 - 2 * draws)) > 0.9
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_balances(name: str) -> None:
     rows = randn(4000, 8)
@@ -51,6 +106,35 @@ def test_every_rule_balances(name: str) -> None:
     random_signs = torch.randint(0, 2, (4000,), generator=torch.Generator().manual_seed(1)) * 2.0 - 1
     at_random = float(((random_signs[:, None] * rows).cumsum(0) ** 2).sum(1).max())
     assert balancer.tally.settled().max_norm2 < at_random / 10
+
+
+class Counting(Greedy):
+    """Remembers which epoch it is said to be, how many rows were announced, and how many came."""
+
+    def start_epoch(self, epoch: int, num_rows: int) -> None:
+        self.epoch, self.announced, self.came = epoch, num_rows, 0
+
+    def thresholds(self, num_rows: int, lengths: Callable[[], FloatArray]) -> FloatArray:
+        self.came += num_rows
+        return super().thresholds(num_rows, lengths)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"), [("cd-grab", [11]), ("pair", [4, 4, 3]), ("grab", [25]), ("slices", [4])]
+)
+def test_rules_are_told_how_many_rows_an_epoch_has(order: str, expected: list[int]) -> None:
+    """Nine visits; a third lane has seven of them. Slices of a lane that is alone need no other rank."""
+    counts = np.arange(9)[:, None] < ([9] if order == "slices" else [9, 9, 7])
+    rngs = [np.random.default_rng(0)] * 3
+    sorter = ShardedPairs(1, Sharded(), Counting()) if order == "slices" else make_sorter(ORDERS[order], rngs, Counting)
+    assert sorter is not None
+    for epoch in (0, 1):
+        sorter.start_epoch(epoch, counts.sum(0))
+        sorter.add(randn(*counts.shape, 4), counts)
+        sorter.close()
+        rules = [rule for rule in sorter.rules if isinstance(rule, Counting)]
+        assert [rule.announced for rule in rules] == [rule.came for rule in rules] == expected
+        assert all(rule.epoch == epoch for rule in rules)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from _asserts import assert_follows_the_rule
 from _inputs import randn
-from cdgrab import Ordering
+from cdgrab import ORDERS, Ordering
 from cdgrab.balancing.balancer import Balancer, Signs
 from cdgrab.balancing.rules import Greedy
+from cdgrab.balancing.sorter import make_sorter
 from cdgrab.orders.decisions import Decisions
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -101,6 +102,24 @@ def test_orders_do_not_depend_on_how_many_steps_are_observed_together(order: str
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("order", ["cd-grab", "pair"])
+def test_lanes_that_miss_visits_have_signs_of_their_own(order: str) -> None:
+    """A pair is balanced where a lane has both of it, against the sum of all lanes or of its own."""
+    rows, counts = randn(40, 4, 6, dtype=torch.float64), randn(40, 4, seed=1).numpy() > -0.7
+    sorter = make_sorter(ORDERS[order], [np.random.default_rng(0) for _ in range(4)], Greedy)
+    assert sorter is not None
+    sorter.start_epoch(0, counts.sum(0))
+    for step in np.split(np.arange(40), [1, 8, 9, 23]):
+        sorter.add(rows[step], counts[step])
+    sorter.close()
+    expected, sums = np.zeros((20, 4)), torch.zeros(4, 6, dtype=torch.float64)
+    for pair, lane in zip(*np.nonzero(counts[::2] & counts[1::2]), strict=True):
+        difference, own = rows[2 * pair, lane] - rows[2 * pair + 1, lane], lane if order == "pair" else 0
+        expected[pair, lane] = 1 if float(sums[own] @ difference) <= 0 else -1
+        sums[own] += expected[pair, lane] * difference
+    np.testing.assert_array_equal(sorter.decisions.joined(), expected)
+
+
 @pytest.mark.parametrize("paired", [False, True])
 def test_decisions_keep_their_order(paired: bool) -> None:
     rng, decisions, expected = np.random.default_rng(0), Decisions(3, paired=paired), []
@@ -112,3 +131,16 @@ def test_decisions_keep_their_order(paired: bool) -> None:
         line = line if lanes is None else np.where(lanes, line, 0)
         expected += [line, -line] if paired else [line]
     np.testing.assert_array_equal(decisions.of_units(), np.concatenate(expected))
+
+
+def test_a_digest_knows_every_sign_of_every_lane() -> None:
+    """Ranks compare digests; numbers of signs are the same everywhere."""
+    signs = np.where(randn(6, 3).numpy() > 0, 1, -1).astype(np.int8)
+    digests = set()
+    for changed in [None, *np.ndindex(6, 3)]:
+        decisions, mine = Decisions(3, paired=True), signs.copy()
+        if changed is not None:
+            mine[changed] *= -1
+        decisions.append(mine.flatten())
+        digests.add(decisions.digest())
+    assert len(digests) == 19

@@ -25,6 +25,8 @@ def test_bound_does_not_see_a_common_offset() -> None:
 
 def test_greedy_herding_by_hand() -> None:
     assert greedy_herding([torch.tensor([[3.0], [1.0], [-1.0], [-3.0]])])[0].tolist() == [1, 2, 0, 3]
+    # The longest comes before the one that would lead further away: sums of -1, 1.5, -3, 0.
+    assert greedy_herding([torch.tensor([[3.0], [2.5], [-1.0], [-4.5]])])[0].tolist() == [2, 1, 3, 0]
 
 
 def test_greedy_herding_leaves_out_what_is_not_finite() -> None:

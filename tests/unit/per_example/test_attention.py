@@ -43,6 +43,10 @@ def shifted(x: Tensor) -> Any:
     return (x, x.flip(1), x.flip(2)), {"need_weights": False}
 
 
+def other_values(x: Tensor) -> Any:
+    return (x, x, x.flip(2)), {}
+
+
 def _causal(x: Tensor) -> Tensor:
     return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
 
@@ -67,6 +71,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a mask for each head": (itself(attn_mask=_by_head), {}),
     "others": (others, {"kdim": 6, "vdim": 7}),
     "shifted": (shifted, {}),
+    "other values": (other_values, {}),
     "keys of its own": (itself(), {"add_bias_kv": True}),  # served example by example
     "a key of zeros": (itself(), {"add_zero_attn": True}),
 }

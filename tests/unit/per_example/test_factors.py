@@ -128,6 +128,16 @@ def test_norms_without_a_bias() -> None:
     torch.testing.assert_close(rows_of(model, x, y), one_by_one(model, x, y))
 
 
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(8, eps=0.5), nn.RMSNorm(8, eps=0.5), nn.GroupNorm(2, 8, eps=0.5)], ids=repr
+)
+def test_norms_with_an_eps_of_their_own(norm: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), norm, nn.Tanh(), nn.Linear(8, 2)).double()
+    x, y = randn(5, 3, dtype=torch.float64), torch.arange(5) % 2
+    torch.testing.assert_close(rows_of(model, x, y), one_by_one(model, x, y))
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning", "ignore:.*batching rule.*:UserWarning")
 def test_weights_that_are_made_of_others() -> None:
     torch.manual_seed(0)

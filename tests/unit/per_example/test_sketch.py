@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from _inputs import randn
-from _models import MODELS, Catching, build, rows_of, source_of
+from _models import MODELS, Catching, build, one_by_one, rows_of, source_of
 from cdgrab import Ordering
 from cdgrab.balancing.tally import WITNESS_SHARE
 from cdgrab.factors import Lookup
@@ -19,7 +20,7 @@ from cdgrab.per_example.plan import make_plan
 from cdgrab.per_example.sketch import Sketch, checked_length
 from cdgrab.per_example.sketch_maps import MOST_FEATURES, TRANSFORM, Paired, Spread
 from cdgrab.per_example.sketch_reference import projection
-from cdgrab.sources import SketchSource
+from cdgrab.sources import PerExampleSource, SketchSource
 
 
 class Convolutions(nn.Module):
@@ -157,6 +158,29 @@ def test_a_number_that_is_not_finite_makes_its_row_so() -> None:
     short = rows_of(model, x, y, source="sketch", length=16)
     assert short.isfinite().all(1).tolist() == [True, True, False, True, True, True]
     assert short[2].isnan().all()
+
+
+@pytest.mark.parametrize("sizes", [[9, 3], [40, 100]], ids=["exact", "rotated"])
+def test_one_number_that_is_not_finite_is_enough(sizes: list[int]) -> None:
+    sketch = Sketch({str(i): torch.Size((size,)) for i, size in enumerate(sizes)}, (), 16, 0)
+    rows = [randn(3, size, seed=size) for size in sizes]
+    rows[1][2, 1] = torch.inf
+    for i, part in enumerate(rows):
+        sketch.add_rows(str(i), part)
+    assert sketch.finish().isfinite().sum(1).tolist() == [16, 16, 0]
+
+
+@pytest.mark.parametrize("shape", [(64,), (40, 30), (100, 60)], ids=["folded", "spread", "paired"])
+def test_parameters_of_one_shape_do_not_fall_onto_each_other(shape: tuple[int, ...]) -> None:
+    """Two examples with the same gradient, each in another parameter: their inner product is zero on average."""
+    shapes, row, products = dict.fromkeys(("one", "other"), torch.Size(shape)), randn(math.prod(shape)), []
+    for seed in range(100):
+        sketch = Sketch(shapes, set(shapes) if len(shape) > 1 else (), 64, seed)
+        sketch.add_rows("one", torch.stack([row, 0 * row]))
+        sketch.add_rows("other", torch.stack([0 * row, row]))
+        one, other = sketch.finish()
+        products.append(float(one @ other / (one.norm() * other.norm())))
+    assert abs(np.mean(products)) < 5 * np.std(products) / 10
 
 
 def test_the_seed_is_that_of_the_ordering() -> None:
@@ -307,7 +331,7 @@ def test_every_coordinate_takes_part_in_decisions() -> None:
 
 
 @pytest.mark.parametrize("source", ["per_example", "sketch"])
-@pytest.mark.parametrize("name", ["mlp", "transformer", "lstm"])
+@pytest.mark.parametrize("name", MODELS)
 def test_examples_of_a_short_batch_weigh_as_much_as_others(name: str, source: str) -> None:
     """The mean over four examples gives each of them more weight than the mean over six."""
     model, x, y = build(name, 10)
@@ -317,6 +341,17 @@ def test_examples_of_a_short_batch_weigh_as_much_as_others(name: str, source: st
     cross_entropy(model(x[:6]), y[:6]).backward()
     cross_entropy(model(x[2:6]), y[2:6]).backward()
     torch.testing.assert_close(catching.rows[1], catching.rows[0][2:])
+
+
+def test_examples_of_a_short_batch_are_as_long_in_a_sum() -> None:
+    model, x, y = build("mlp", 10)
+    ordering = Ordering(10, batch_size=6, unit_size=1, order="rr")
+    catching = Catching(PerExampleSource(reduction="sum"), lambda rows: rows)
+    ordering.attach(model, source=catching)
+    for batch in (slice(0, 6), slice(2, 6)):
+        cross_entropy(model(x[batch]), y[batch], reduction="sum").backward()
+    ordering.detach()
+    torch.testing.assert_close(catching.rows[1], one_by_one(model, x[2:6], y[2:6]))
 
 
 def test_a_model_may_change_its_type() -> None:
