@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint types unit browser bench format clean
+.PHONY: demo test lint types unit mutate browser bench format clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m cdgrab_experiments.demo
@@ -19,6 +19,10 @@ types: $(INSTALLED)
 
 unit: $(INSTALLED) browser
 	$(BIN)/python -m pytest -n 2
+
+# Whether the tests notice faults; minutes, and no part of `make test`.
+mutate: $(INSTALLED)
+	$(BIN)/python -m tests.mutate
 
 # The report is tested in a real browser. Where none can be installed, that test says so and is skipped.
 browser:
