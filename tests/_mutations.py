@@ -58,6 +58,7 @@ SKETCH = f"{UNIT}/per_example/test_sketch.py"
 SKETCH_IS_THE_REFERENCE = f"{SKETCH}::test_they_are_those_of_the_reference"
 SHORT_BATCHES = f"{SKETCH}::test_examples_of_a_short_batch_weigh_as_much_as_others"
 LOOPS = f"{UNIT}/per_example/test_loops.py"
+LEFT_OUT = f"{UNIT}/per_example/test_left_out.py"
 EXCHANGES = f"{RANKS}/test_exchanges.py"
 EXCHANGED = f"{EXCHANGES}::test_orders_are_those_of_the_reference[2-9]"
 ANY_RANKS = f"{EXCHANGES}::test_orders_are_the_same_on_any_number_of_ranks[2-8-None]"
@@ -324,8 +325,8 @@ MUTATIONS = (
         "pairs-the-wrong-way-round",
         "cdgrab/balancing/centring.py",
         "PairDifferences.add",
-        "yield Centred(self._held_LD[None], rows_mLD[:1], _or_none(self._held_counts_L[None] & counts_L))",
-        "yield Centred(rows_mLD[:1], self._held_LD[None], _or_none(self._held_counts_L[None] & counts_L))",
+        "yield Centred(self._buffer_LD[None], rows_mLD[:1], _or_none(self._buffer_counts_L[None] & counts_L))",
+        "yield Centred(rows_mLD[:1], self._buffer_LD[None], _or_none(self._buffer_counts_L[None] & counts_L))",
         (f"{ORDERING}::test_long_rows_give_the_orders_of_waiting_ones",),
         "A pair that came in two steps would be put into the opposite order.",
     ),
@@ -333,8 +334,8 @@ MUTATIONS = (
         "pairs-hold-a-reference",
         "cdgrab/balancing/centring.py",
         "PairDifferences.add",
-        "self._held_LD.copy_(rows_mLD[paired])",
-        "self._held_LD = rows_mLD[paired]",
+        "self._buffer_LD.copy_(rows_mLD[paired])",
+        "self._buffer_LD = rows_mLD[paired]",
         (f"{ORDERING}::test_overwriting_the_buffer_changes_nothing",),
         "A loop that reuses its buffer would have a row subtracted from itself.",
     ),
@@ -342,7 +343,7 @@ MUTATIONS = (
         "pairs-over-the-end-of-an-epoch",
         "cdgrab/balancing/centring.py",
         "PairDifferences.start_epoch",
-        "self._holding = False",
+        "self._is_waiting = False",
         "pass",
         (FUNCTIONAL,),
         "With an odd number of units, pairs would be made of two epochs.",
@@ -606,8 +607,8 @@ MUTATIONS = (
         "a-state-drops-the-waiting-row",
         "cdgrab/balancing/centring.py",
         "PairDifferences.load_state_dict",
-        'held_LD, self._holding = state["held"], state["holding"]',
-        'held_LD, self._holding = state["held"], False',
+        'buffer_LD, self._is_waiting = state["held"], state["holding"]',
+        'buffer_LD, self._is_waiting = state["held"], False',
         (RESUME,),
         "A run that is resumed in the middle of a pair would pair all later units otherwise.",
     ),
@@ -615,8 +616,8 @@ MUTATIONS = (
         "a-state-drops-waiting-blocks",
         "cdgrab/balancing/sorter.py",
         "SignSorter.load_state_dict",
-        "self._num_waiting = waiting.shape[0]",
-        "self._num_waiting = 0",
+        "self._num_buffered = waiting.shape[0]",
+        "self._num_buffered = 0",
         (RESUME,),
         "Rows that waited when the state was taken would get no sign.",
     ),
@@ -724,7 +725,7 @@ MUTATIONS = (
         "stashed-slices-are-overwritten",
         "cdgrab/sources/slices.py",
         "_SliceStore.put",
-        "self._stash.append((numbers, slices.clone()))  # the next bucket will overwrite them",
+        "self._stash.append((numbers, slices.clone()))  # the next bucket overwrites `slices`",
         "self._stash.append((numbers, slices))",
         (f"{DDP}::test_ddp_finds_the_orders_of_the_simulation_and_the_same_model[2]",),
         "When DDP rebuilds its buckets, a step would be balanced on slices of other parameters.",
@@ -842,7 +843,7 @@ MUTATIONS = (
         "attention-without-its-padding",
         "cdgrab/per_example/layers/attention.py",
         "_mask",
-        'parts.append(_as_summand(call["padding"], dtype)[:, None, None])',
+        'parts.append(_additive(call["padding"], dtype)[:, None, None])',
         "pass",
         (f"{ATTENTION}::test_rows",),
         "Attention would be differentiated as if it saw the padding.",
@@ -859,11 +860,11 @@ MUTATIONS = (
     Mutation(
         "the-first-batch-may-differ",
         "cdgrab/per_example/first_batch.py",
-        "check_misses",
-        "if error > 0.1 * length + noise:",
-        "if error > 10 * length + noise:",
-        (f"{LOOPS}::test_a_weight_used_outside_of_its_layer_is_found_out",),
-        "A weight that is used where nobody watches would go unnoticed.",
+        "Comparison.is_off",
+        "return self.error > share * (self.length + _OF_TERMS * self.terms + _OF_LONGEST * longest)",
+        "return self.error > 0.1 * (self.length + _OF_TERMS * self.terms + _OF_LONGEST * longest)",
+        (f"{LEFT_OUT}::test_strict_refuses",),
+        "A weight that is used where nobody watches for a twentieth of its gradient would go unnoticed.",
     ),
     # Sketches
     Mutation(
