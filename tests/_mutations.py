@@ -863,7 +863,7 @@ MUTATIONS = (
         "Comparison.is_off",
         "return self.error > share * (self.length + _OF_TERMS * self.terms + _OF_LONGEST * longest)",
         "return self.error > 0.1 * (self.length + _OF_TERMS * self.terms + _OF_LONGEST * longest)",
-        (f"{LEFT_OUT}::test_strict_refuses",),
+        (f"{LEFT_OUT}::test_the_rest_is_balanced_and_one_warning_says_so",),
         "A weight that is used where nobody watches for a twentieth of its gradient would go unnoticed.",
     ),
     # Sketches

@@ -118,9 +118,9 @@ class ExampleCapture:
     """
 
     def __init__(self, port: Port, plan: Plan, coverage: Coverage, rows: RowBuilder, *, mean: bool) -> None:
-        self._port, self._mean, self._is_sharded = port, mean, plan.is_sharded
+        self._port, self._mean = port, mean
         self._factors = BatchFactors(plan, coverage, rows)
-        self._sinks = GradientSinks(list(plan.trained.values()))
+        self._sinks = GradientSinks(list(plan.trained.values()), all_known=not plan.is_sharded)
         self._model_passes = ModelPasses()
         self._tables = Tables()
         self._pass = BackwardPass()
@@ -173,7 +173,7 @@ class ExampleCapture:
             return
         if not output.requires_grad:
             return
-        if self._is_sharded:
+        if not self._sinks.all_known:
             self._meet_weights(layer)
         call = InputCall(layer, x, output.shape)
         hook = partial(self._on_gradient, call, self._sinks.behind(layer, output))

@@ -45,9 +45,13 @@ class GradientSinks:
 
     One look is enough if the pass begins as the last one did: at the same layer, or with a gradient for the same
     parameter.
+
+    Attributes:
+        all_known: Whether these are all parameters; if not, more are met as layers run.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], *, all_known: bool) -> None:
+        self.all_known = all_known
         self._parameters = list(parameters)
         self._own = {id(parameter) for parameter in parameters}
         self._last = parameters[0]  # got a gradient in the last batch
