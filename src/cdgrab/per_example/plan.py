@@ -146,8 +146,9 @@ def check_count(layer: Layer, grads: Sequence[Tensor | None], num: int) -> None:
     flattened = layer.adapter.takes_flattened and len(shape) == 2 and length % num == 0
     if length != num and not flattened:
         raise Unseen(
-            f"{layer} has outputs of shape {tuple(shape)}, but the batch has {num} examples; examples must come first "
-            "in every layer (batch_first=True; positions of an Embedding expanded to one row for each example)"
+            f"{layer} has outputs of shape {tuple(shape)}, and the ordering expects {num} examples now; examples must "
+            "come first in every layer (batch_first=True; positions of an Embedding expanded to one row for each "
+            "example), and the loader must have the ordering's sampler and batch size"
         )
 
 
