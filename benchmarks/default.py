@@ -120,10 +120,10 @@ def main() -> None:
         )
     header = ["model", "shuffled", "cdgrab", "gain", "epochs to the shuffled loss, share", "seconds of an epoch"]
     body = (
-        f"Loss over the 1,797 images after {options.epochs} epochs (mean of the last {LAST}), of the softmax regression "
-        f"above its minimum. Batches of {BATCH}, weight decay {DECAY}, means over {options.seeds} seeds; the gain with its 95 % interval "
-        "over paired seeds. A step takes about a tenth of a millisecond here, so that seconds show the most that "
-        "ordering can cost.\n\n" + report.table(header, rows)
+        f"Loss over the 1,797 images after {options.epochs} epochs (mean of the last {LAST}), of the softmax "
+        f"regression above its minimum. Batches of {BATCH}, weight decay {DECAY}, means over {options.seeds} seeds; "
+        "the gain with its 95 % interval over paired seeds. A step takes about a tenth of a millisecond here, so that "
+        "seconds show the most that ordering can cost.\n\n" + report.table(header, rows)
     )
     report.write("default", "The default beside DataLoader(shuffle=True)", body, "sklearn's digits")
 
