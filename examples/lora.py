@@ -37,9 +37,9 @@ def train(order: str, epochs: int = 15) -> float:
     model = nn.Sequential(Adapted(pretrained[0]), nn.Tanh(), Adapted(pretrained[1]), nn.Tanh(), Adapted(pretrained[2]))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
 
-    ordering = cdgrab.Ordering(dataset, batch_size=4, unit_size=1, order=order, seed=0)
+    ordering = cdgrab.Ordering(dataset, batch_size=4, order=order, seed=0)
     loader = DataLoader(dataset, batch_size=4, sampler=ordering.sampler)
-    ordering.attach(model, source="sketch")  # only what is trained is balanced
+    ordering.attach(model)  # only what is trained is balanced
     if order == "cd-grab":
         print(ordering.explain(model, x[:4]))
     for _ in range(epochs):

@@ -20,7 +20,7 @@ def train(order: str, epochs: int = 12) -> float:
     dataset, model, loss_fn = TensorDataset(x, y), nn.Linear(16, 4), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, weight_decay=1e-2)
 
-    ordering = cdgrab.Ordering(dataset, batch_size=4, unit_size=1, order=order, seed=0)
+    ordering = cdgrab.Ordering(dataset, batch_size=4, order=order, seed=0)
     loader = DataLoader(dataset, batch_size=4, sampler=ordering.sampler)
     for _ in range(epochs):
         for inputs, targets in loader:
