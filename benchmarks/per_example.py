@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from benchmarks import report
+from benchmarks.sketch_tasks import lanes
 from cdgrab import Ordering, per_example_grads
 
 MOST_NUMBERS = {"cpu": 1 << 30, "cuda": 1 << 34}  # of rows
@@ -165,7 +166,7 @@ def stepper(contender: str, name: str, batch: int, device: str) -> Callable[[], 
     model, x, y = make(name, batch, device)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=1e-4, momentum=0.9)
-    ordering = Ordering(batch * 10**4, batch_size=batch, unit_size=1, lanes=batch)
+    ordering = Ordering(batch * 10**4, batch_size=batch, unit_size=1, **lanes(batch))
     if contender in ATTACH:
         ordering.attach(model, **ATTACH[contender])
     if contender == FLOOR:
@@ -264,12 +265,12 @@ def serve(contender: str, name: str, batch: int, device: str) -> None:
 
 def _compile_all() -> None:
     """What will be needed: numba takes about 140 MiB, once, however large the model is."""
-    Ordering(4, batch_size=2, unit_size=1, lanes=2).observe(torch.ones(2, 2, 3))
+    Ordering(4, batch_size=2, unit_size=1, **lanes(2)).observe(torch.randn(2, 2, 3))
     small = nn.Sequential(nn.Conv2d(1, 1, 2), nn.Flatten(), nn.Linear(4, 1))
-    ordering = Ordering(4, batch_size=2, unit_size=1, lanes=2)
+    ordering = Ordering(4, batch_size=2, unit_size=1, **lanes(2))
     ordering.attach(small, source="sketch")
     for _ in range(2):
-        small(torch.ones(2, 1, 3, 3)).sum().backward()
+        small(torch.randn(2, 1, 3, 3)).sum().backward()
 
 
 def _resident(what: str) -> float:

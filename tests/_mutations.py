@@ -813,12 +813,12 @@ MUTATIONS = (
         "The row that never learns would have gradients.",
     ),
     Mutation(
-        "patches-with-dilation-turned-round",
+        "convolutions-with-dilation-turned-round",
         "cdgrab/per_example/layers/convolution.py",
-        "patches",
-        "dilation[0] * of_line,",
-        "dilation[1] * of_line,",
-        (f"{FACTORS}::test_patches",),
+        "weight_rows",
+        "first = line * dilation[0]",
+        "first = line * dilation[1]",
+        (f"{FACTORS}::test_gradients_of_convolutions",),
         "Convolutions would be given the inputs of other places.",
     ),
     Mutation(

@@ -23,7 +23,9 @@ class Tables:
         Indices that are the same for all examples tell nothing: every example then has a gradient of its own.
         """
         if name not in self._first:
-            differ = index.ndim > 0 and bool((index != index[:1]).any())
+            # Words have other lengths than the batch, mostly, and need not be compared.
+            may_be = index.ndim == 1 or (index.ndim == 2 and index.shape[0] == index.shape[1])
+            differ = may_be and bool((index != index[:1]).any())
             self._first[name] = (task, index.clone()) if differ else None
         first = self._first[name]
         if first is None or first[0] == task:

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from _inputs import randn
 from _models import MODELS, build, factors_of, one_by_one, rows_of
 from cdgrab import Ordering, flat_grad
-from cdgrab.per_example.layers.convolution import Geometry, patches
+from cdgrab.per_example.layers.convolution import Geometry, weight_rows
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -146,18 +146,23 @@ def test_weights_that_are_made_of_others() -> None:
     torch.testing.assert_close(rows_of(model, x, y), one_by_one(model, x, y))
 
 
+@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("kernel", [(1, 1), (3, 2)])
 @pytest.mark.parametrize("dilation", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("padding", [(0, 0), (1, 2)])
 @pytest.mark.parametrize("stride", [(1, 1), (3, 2)])
-def test_patches(
-    kernel: tuple[int, int], dilation: tuple[int, int], padding: tuple[int, int], stride: tuple[int, int]
+def test_gradients_of_convolutions(
+    kernel: tuple[int, int],
+    dilation: tuple[int, int],
+    padding: tuple[int, int],
+    stride: tuple[int, int],
+    groups: int,
 ) -> None:
-    x = randn(2, 3, 8, 9)
-    outputs = F.conv2d(x, randn(4, 3, *kernel), None, stride, padding, dilation).shape[2:]
-    expected = F.unfold(x, kernel, dilation, padding, stride)
-    geometry = Geometry(tuple(outputs), kernel, dilation, padding, stride)
-    assert torch.equal(patches(x, geometry), expected)
-    assert torch.equal(patches(x.mT.contiguous().mT, geometry), expected)
-    part = patches(torch.cat([x, x])[2:], geometry)  # not where its memory begins
-    assert torch.equal(part, expected)
+    x, weight = randn(2, 3, 8, 9, dtype=torch.float64), randn(6, 3 // groups, *kernel, dtype=torch.float64)
+    weight.requires_grad_()
+    outputs = F.conv2d(x, weight, None, stride, padding, dilation, groups)
+    grad = randn(*outputs.shape, seed=1, dtype=torch.float64)
+    expected = [torch.autograd.grad(outputs[n], weight, grad[n], retain_graph=True)[0].flatten() for n in range(2)]
+    geometry = Geometry(tuple(outputs.shape[2:]), kernel, dilation, padding, stride)
+    for same in (x, x.mT.contiguous().mT, torch.cat([x, x])[2:]):  # not where its memory begins
+        torch.testing.assert_close(weight_rows(same, grad, geometry, groups), torch.stack(expected))

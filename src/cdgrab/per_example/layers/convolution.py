@@ -20,7 +20,7 @@ from cdgrab.per_example.layers.base import LayerAdapter, LayerFactors
 from cdgrab.per_example.layers.unknown import OneByOne
 from cdgrab.per_example.sketch_maps import Paired, Spread
 
-_MOST_PATCHES = {"cpu": 1 << 19, "cuda": 1 << 26}  # numbers: a CPU keeps them in cache, a GPU has room
+_MOST_COPIED = {"cpu": 1 << 19, "cuda": 1 << 26}  # numbers: a CPU keeps them in cache, a GPU has room
 
 
 class _OtherConvolution(OneByOne):
@@ -48,8 +48,7 @@ class ConvolutionAdapter(LayerAdapter):
         geometry = Geometry(tuple(grad.shape[2:]), *sizes)
         weight: Factors = Convolved(x, grad, geometry)
         if module.groups > 1:
-            a, b = (part.unflatten(1, (module.groups, -1)) for part in (patches(x, geometry), grad.flatten(2)))
-            weight = Rows((b @ a.mT).flatten(1))
+            weight = Rows(weight_rows(x, grad, geometry, module.groups))
         return {"weight": weight, **({} if module.bias is None else {"bias": Rows(grad.flatten(2).sum(2))})}
 
 
@@ -79,10 +78,10 @@ class Convolved:
 
     def rows(self) -> Tensor:
         geometry = self.geometry
-        numbers = self.x.shape[1] * math.prod(geometry.kernel) * math.prod(geometry.outputs)
-        some = max(1, _MOST_PATCHES.get(self.x.device.type, 1 << 19) // numbers)
+        numbers = self.x.shape[1] * geometry.kernel[1] * self.x[0, 0].numel()
+        some = max(1, _MOST_COPIED.get(self.x.device.type, 1 << 19) // numbers)
         parts = zip(self.x.split(some), self.grad.split(some), strict=True)
-        return torch.cat([(b.flatten(2) @ patches(a, geometry).mT).flatten(1) for a, b in parts])
+        return torch.cat([weight_rows(x, grad, geometry) for x, grad in parts])
 
     def spread(self, spread: Spread) -> Tensor:
         return spread.of_rows(self.rows())
@@ -122,25 +121,24 @@ class Convolved:
         return found
 
 
-def patches(x: Tensor, geometry: Geometry) -> Tensor:
-    """The patches of `x`, `N x p x T`, in one copy.
+def weight_rows(x: Tensor, grad: Tensor, geometry: Geometry, groups: int = 1) -> Tensor:
+    """`N x D`: the weight's gradients, materialised.
 
-    `F.unfold` takes three times as long on a CPU, and on a GPU it runs example by example.
+    One line of the window at a time: then inputs are copied for its width only, not for all of its places.
     """
-    outputs, kernel, dilation, padding, stride = geometry
+    (rows, columns), kernel, dilation, padding, stride = geometry
     if any(padding):
         x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     x = x.contiguous()
-    (num, channels), (of_example, of_channel, of_line, of_column) = x.shape[:2], x.stride()
-    view = x.as_strided(
-        (num, channels, *kernel, *outputs),
-        (
-            of_example,
-            of_channel,
-            dilation[0] * of_line,
-            dilation[1] * of_column,
-            stride[0] * of_line,
-            stride[1] * of_column,
-        ),
-    )
-    return view.reshape(num, -1, math.prod(outputs))
+    (num, channels, height), (of_example, of_channel, of_line, of_column) = x.shape[:3], x.stride()
+    shape = (num, channels, kernel[1], height, columns)
+    strides = (of_example, of_channel, dilation[1] * of_column, of_line, stride[1] * of_column)
+    wide = x.as_strided(shape, strides).reshape(num, groups, -1, height, columns)
+    grad_NgqT = grad.reshape(num, groups, -1, rows * columns)
+    parts = []
+    for line in range(kernel[0]):
+        first = line * dilation[0]
+        lines = wide[:, :, :, first : first + stride[0] * (rows - 1) + 1 : stride[0]]
+        parts.append(grad_NgqT @ lines.flatten(3).mT)
+    stacked = torch.stack([part.unflatten(3, (-1, kernel[1])) for part in parts], 4)
+    return stacked.flatten(1)
