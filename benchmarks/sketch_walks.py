@@ -36,7 +36,8 @@ TRAINED = 5  # epochs
 def gradients(task: Task, data: Path) -> tuple[Tensor, dict[str, torch.Size], set[str]]:
     """Rows of some examples after some epochs, shapes of the parameters, and names of those that are matrices."""
     x, y = task.load(data)
-    x, y = x[: MOST // task.batch * task.batch], y[: MOST // task.batch * task.batch]
+    whole = min(len(x), MOST) // task.batch * task.batch
+    x, y = x[:whole], y[:whole]
     model = task.make(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=task.lr, momentum=task.momentum)
     for _ in range(TRAINED):
