@@ -205,7 +205,7 @@ MUTATIONS = (
     Mutation(
         "weights-of-rows-that-are-not-finite",
         "cdgrab/balancing/tables.py",
-        "_decide_here",
+        "_decide_on_cpu",
         "return np.stack([signs_K, np.where(finite_K, signs_K, 0.0), s_K, _finite(lengths_K)])",
         "return np.stack([signs_K, signs_K, s_K, _finite(lengths_K)])",
         (f"{TABLES}::test_a_row_that_is_not_finite_leaves_no_trace",),
@@ -314,7 +314,7 @@ MUTATIONS = (
     Mutation(
         "witnesses-decide",
         "cdgrab/balancing/balancer.py",
-        "Balancer._split",
+        "Balancer._split_witnesses",
         "end = rows.shape[-1] - self.watched",
         "end = rows.shape[-1]",
         (f"{SKETCH}::test_witnesses_take_no_part_in_decisions", f"{SKETCH}::test_imbalance_is_that_of_whole_rows"),
@@ -405,7 +405,7 @@ MUTATIONS = (
     Mutation(
         "rows-of-other-lanes",
         "cdgrab/balancing/sorter.py",
-        "SignSorter._of_some",
+        "SignSorter._balance_some",
         "mine_K = lane_K == lane",
         "mine_K = lane_K >= lane",
         (f"{VISITS}::test_lanes_that_miss_visits_have_signs_of_their_own",),

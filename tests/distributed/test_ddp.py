@@ -202,7 +202,7 @@ HALVES = (40_000 + 20_000 * torch.rand(3, 101, generator=torch.Generator().manua
 def mean_of_halves() -> Tensor:
     """Gradients that are these numbers: the sum of two of them is more than half precision can hold."""
     model = DistributedDataParallel(nn.Linear(101, 1, bias=False, dtype=torch.float16))
-    ordering = Ordering(LENGTH, batch_size=BATCH)
+    ordering = Ordering(LENGTH, batch_size=BATCH, unit_size=BATCH)
     ordering.attach(model)
     model(HALVES[dist.get_rank()][None]).sum().backward()
     return flat_grad(model)
