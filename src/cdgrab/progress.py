@@ -118,7 +118,7 @@ class Progress:
         if num_rows is not None and num_rows != due:
             raise ValueError(
                 f"{num_rows} rows for a batch of {due} units; pass one row for every unit of {lanes.unit_size} "
-                "examples, or make the ordering with another unit_size (1: a row per example)"
+                "examples, or make the ordering with another unit_size (the batch size: one row per batch)"
             )
         start = self._rows // lanes.num_local
         return Step(due, start, -(-(self._rows + due) // lanes.num_local) - start)

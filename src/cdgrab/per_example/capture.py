@@ -240,22 +240,22 @@ class ExampleCapture:
         """Add the factors of a layer whose outputs have these gradients, unless it is left out."""
         if self._factors.ignores(layer):
             return
-        try:
-            found = factors()
-        except Unseen as reason:
-            self._factors.leave_out(layer, str(reason))
-            return
         # The mean over fewer examples gives each of them more weight.
         share = self._num / self._port.settings.batch_size if self._mean else 1.0
         rough = any(grad is not None and (grad.is_cuda or grad.dtype in _HALF) for grad in grads)
-        self._factors.add(layer, found, self._num, share, rough=rough)
+        with self._port.timed():
+            try:
+                self._factors.add(layer, factors(), self._num, share, rough=rough)
+            except Unseen as reason:
+                self._factors.leave_out(layer, str(reason))
 
     def _on_end_of_backward(self) -> None:
         ended, self._pass = self._pass, BackwardPass()
         self._model_passes.batch()
         with aside(self._sinks.device):
             self._run_again(ended.deferred)
-            rows = self._factors.finish(self._num, self._sinks.device)
+            with self._port.timed():
+                rows = self._factors.finish(self._num, self._sinks.device)
             for call in ended.calls:
                 call.finish(ended.graph_stays)
             self._port.covers(self._factors.coverage.share)
