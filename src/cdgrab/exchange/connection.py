@@ -51,8 +51,9 @@ class Connection:
             self.exchange.bytes_sent = current.bytes_sent
 
     def close(self) -> None:
-        """Destroy the group, if it is its own."""
+        """Destroy the group, if it is its own, once no rank needs it any more."""
         if self.exchange.name is not None and dist.is_initialized():
+            dist.barrier(self.group)
             dist.destroy_process_group(self.group)
 
 
