@@ -75,7 +75,8 @@ def write(name: str, title: str, body: str, data: str = "Random data") -> Path:
     """Write a report under `benchmarks/results/` and print it."""
     module = Path(sys.argv[0]).resolve().relative_to(Path.cwd()).with_suffix("").as_posix().replace("/", ".")
     # Where data lie is nobody else's business.
-    arguments = ["DIR" if before == "--data" else this for before, this in itertools.pairwise(sys.argv)]
+    hidden = {"--data": "DIR", "--before": "SRC"}
+    arguments = [hidden.get(before, this) for before, this in itertools.pairwise(sys.argv)]
     how = (
         f"Command: `{' '.join(['python -m', module, *arguments])}`. {hardware()}, {torch.get_num_threads()} threads. "
         f"cdgrab {cdgrab.__version__}, torch {torch.__version__}, numpy {np.__version__}, "
