@@ -22,7 +22,11 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     parent: Any = group or dist.group.WORLD
     device = torch.device("cuda" if dist.get_backend(parent) == "nccl" else "cpu")
     timeout = parent._get_backend(device).options._timeout
-    made: Any = dist.new_group(dist.get_process_group_ranks(parent), timeout=timeout, use_local_synchronization=True)
+    ranks = dist.get_process_group_ranks(parent)
+    # A group that is made by some ranks alone is named after its ranks and the number of groups there are. Once one is
+    # destroyed the next gets its name, and finds its old addresses in the store. Groups of all ranks are counted.
+    some = len(ranks) < dist.get_world_size()
+    made: Any = dist.new_group(ranks, timeout=timeout, use_local_synchronization=some)
     if dist.get_backend(made) == "gloo":
         end_threads_before_python()
     return made  # type: ignore[no-any-return]

@@ -51,10 +51,14 @@ class Connection:
             self.exchange.bytes_sent = current.bytes_sent
 
     def close(self) -> None:
-        """Destroy the group, if it is its own, once no rank needs it any more."""
+        """Destroy the group, if it is its own, once no rank needs it any more.
+
+        A group of some of the ranks stays: its name would be given to the next one (`own_group`).
+        """
         if self.exchange.name is not None and dist.is_initialized():
             dist.barrier(self.group)
-            dist.destroy_process_group(self.group)
+            if dist.get_world_size(self.group) == dist.get_world_size():
+                dist.destroy_process_group(self.group)
 
 
 def _check(settings: Settings, exchange: Exchange | type) -> None:
