@@ -175,6 +175,7 @@ class Epochs:
         sorter, settings = self.intake.sorter, self.settings
         if sorter is None:
             return []
+        self.intake.settle()
         sorter.close()
         tallies = sorter.tallies()
         mine = slice(None)
@@ -203,6 +204,7 @@ class Epochs:
 
     def close(self) -> None:
         """Destroy the process group that ordering made for itself."""
+        self.intake.settle()
         self._connection.close()
 
     # State

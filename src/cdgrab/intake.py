@@ -7,6 +7,8 @@ Shapes: `n` rows of `D` numbers; `m` visits of this process's `J` lanes, or of a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from cdgrab.balancing.sorter import Sorter, make_sorter
 from cdgrab.exchange import Exchange
 from cdgrab.exchange.agreement import check_same
-from cdgrab.lanes import Lanes, generator
+from cdgrab.lanes import BoolArray, Lanes, generator
 from cdgrab.progress import Step
 from cdgrab.settings import Settings
 
@@ -47,6 +49,7 @@ class Intake:
         self._dim: int | None = None  # of the rows so far
         self._dtype: torch.dtype | None = None
         self._device: torch.device | None = None
+        self._arriving: Callable[[], None] | None = None  # passes on the rows that are on their way
         self.sorter = self._new_sorter()
 
     @property
@@ -89,7 +92,10 @@ class Intake:
         return rows.to(self._device or rows.device, dtype)
 
     def take(self, rows_nD: Tensor, step: Step, lanes: Lanes) -> Step:
-        """Pass the checked rows of a step to the sorter; return the step with as many visits as on all other ranks."""
+        """Pass the checked rows of a step to the sorter; return the step with as many visits as on all other ranks.
+
+        Sketches travel beside training. They reach the sorter with those of the next step, or with `settle`.
+        """
         settings = self._settings
         if self._dim is None and settings.coordinated and settings.ranks_meet:
             shape = {"the number of columns": rows_nD.shape[1], "the type": str(rows_nD.dtype)}
@@ -109,12 +115,28 @@ class Intake:
         elif settings.coordinated:
             counts_mL = self._exchange.counts(counts_mL)
             step = step.lengthened(len(counts_mL))
-        rows_mLD = self._exchange.collect(step.by_visit(rows_nD, len(settings.local_lanes)))
-        if rows_mLD is not None and len(rows_mLD):  # a step of named rows may have no unit
-            self.sorter.add(rows_mLD, counts_mL)
+        self.settle()
+        rows_mJD = step.by_visit(rows_nD, len(settings.local_lanes))
+        # Nothing travels in one process, and the caller may reuse the memory of whole rows.
+        if self._exchange.name is None or self.sketched is None:
+            self._pass_on(partial(self._exchange.collect, rows_mJD), counts_mL)
+        else:
+            self._arriving = partial(self._pass_on, self._exchange.start(rows_mJD), counts_mL)
         return step
 
+    def settle(self) -> None:
+        """Wait for rows that are on their way, and pass them to the sorter."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving()
+
+    def _pass_on(self, collect: Callable[[], Tensor | None], counts_mL: BoolArray | None) -> None:
+        rows_mLD = collect()
+        if self.sorter is not None and rows_mLD is not None and len(rows_mLD):  # a step may have no unit
+            self.sorter.add(rows_mLD, counts_mL)
+
     def state_dict(self) -> dict[str, Any]:
+        self.settle()
         return {
             "form": self.form,
             "dim": self._dim,

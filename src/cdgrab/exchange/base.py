@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
@@ -39,6 +40,14 @@ class Exchange:
     def collect(self, rows_mJD: Tensor) -> Tensor | None:
         """Return `rows_mLD`, or None on a rank that leaves the balancing to another one."""
         raise NotImplementedError(f"{type(self).__name__} has no collect()")
+
+    def start(self, rows_mJD: Tensor) -> Callable[[], Tensor | None]:
+        """Start to collect, beside training, and return a function that waits for the result.
+
+        `rows_mJD` must not change until then. This one collects at once.
+        """
+        rows_mLD = self.collect(rows_mJD)
+        return lambda: rows_mLD
 
     def counts(self, counts_mJ: BoolArray) -> BoolArray:
         """Return which of all lanes have a unit in each visit. Ranks know their own lanes, and may differ in `m`."""

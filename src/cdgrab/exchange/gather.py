@@ -5,6 +5,8 @@ It is simple and exact, and its traffic is `W / 2` times that of an all-reduce. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,22 +21,32 @@ class Gather(Exchange):
     name = "gather"
 
     def collect(self, rows_mJD: Tensor) -> Tensor:
-        return by_lane(self._all_gather(rows_mJD))
+        return by_lane(self._all_gather(rows_mJD)())
+
+    def start(self, rows_mJD: Tensor) -> Callable[[], Tensor | None]:
+        wait = self._all_gather(rows_mJD)
+        return lambda: by_lane(wait())
 
     def counts(self, counts_mJ: BoolArray) -> BoolArray:
         device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-        lengths = self._all_gather(torch.tensor([len(counts_mJ)], device=device))
+        lengths = self._all_gather(torch.tensor([len(counts_mJ)], device=device))()
         visits = int(torch.cat(lengths).max())
         mine = torch.zeros(visits, counts_mJ.shape[1], dtype=torch.uint8)
         mine[: len(counts_mJ)] = torch.from_numpy(counts_mJ)
-        return by_lane(self._all_gather(mine.to(device))).cpu().numpy().astype(bool)
+        return by_lane(self._all_gather(mine.to(device))()).cpu().numpy().astype(bool)
 
-    def _all_gather(self, mine: Tensor) -> list[Tensor]:
+    def _all_gather(self, mine: Tensor) -> Callable[[], list[Tensor]]:
         size = dist.get_world_size(self.group)
         parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(size)]
-        dist.all_gather(parts, mine.contiguous(), group=self.group)
+        work: dist.Work | None = dist.all_gather(parts, mine.contiguous(), group=self.group, async_op=True)
         self.bytes_sent += (size - 1) * mine.numel() * mine.element_size()
-        return parts
+
+        def wait() -> list[Tensor]:
+            if work is not None:
+                work.wait()
+            return parts
+
+        return wait
 
 
 def by_lane(parts: list[Tensor]) -> Tensor:

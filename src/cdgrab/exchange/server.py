@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cdgrab.exchange.base import Exchange
 from cdgrab.exchange.gather import Gather, by_lane
 from cdgrab.orders.fill import SignArray
 
@@ -18,6 +19,7 @@ class Server(Gather):
 
     name = "server"
     shares_signs = True
+    start = Exchange.start
 
     def collect(self, rows_mJD: Tensor) -> Tensor | None:  # type: ignore[override]
         rows_mJD = rows_mJD.contiguous()

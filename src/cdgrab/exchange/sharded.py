@@ -25,6 +25,7 @@ from torch import Tensor
 from cdgrab.balancing.rules import Rule, RuleMaker
 from cdgrab.balancing.tables import advance, balance, difference_table
 from cdgrab.balancing.tally import Tally
+from cdgrab.exchange.base import Exchange
 from cdgrab.exchange.gather import Gather, by_lane
 from cdgrab.lanes import BoolArray, IntArray
 from cdgrab.orders.decisions import Decisions
@@ -37,6 +38,7 @@ class Sharded(Gather):
     name = "sharded"
     takes_sketches = False
     pairs_only = True
+    start = Exchange.start
 
     def collect(self, rows_mJD: Tensor) -> Tensor:
         size = dist.get_world_size(self.group)
