@@ -154,7 +154,7 @@ def test_single_examples_under_fsdp(
     ranks = run_ranks(math.prod(shape), of_single_examples, shape, reshard, half, parts)
     model = Reader()
     ordering = Ordering(32, batch_size=8, unit_size=1)
-    monkeypatch.setattr("cdgrab.sources.examples.is_fully_sharded", lambda _: True)
+    monkeypatch.setattr("cdgrab.sources.examples.is_sharded", lambda _: True)
     ordering.attach(model, source="sketch", length=64)
     expected = trained(model, ordering, parts)
     if not half:  # which rounds enough for other signs

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cdgrab.per_example.engine import whole
 from cdgrab.per_example.layers.base import LayerFactors, Unseen, widened
 from cdgrab.per_example.plan import Layer, check_count
 
@@ -26,7 +27,7 @@ class InputCall:
 
     def factors(self, grad: Tensor, num: int) -> LayerFactors:
         """The factors for `num` examples, from the gradient of the output."""
-        x, grad = self._input(), grad.reshape(self._shape)
+        x, grad = whole(self._input()), grad.reshape(self._shape)
         if len(grad) != num:
             check_count(self.layer, [grad], num)
         grad = grad.to(torch.promote_types(grad.dtype, torch.float32))

@@ -17,7 +17,15 @@ from torch.utils._pytree import tree_leaves
 
 from cdgrab.per_example.calls import DeferredCall, InputCall, not_tensors
 from cdgrab.per_example.coverage import Coverage
-from cdgrab.per_example.engine import aside, at_end_of_pass, current_pass, graph_is_kept, register, within_transform
+from cdgrab.per_example.engine import (
+    aside,
+    at_end_of_pass,
+    current_pass,
+    graph_is_kept,
+    register,
+    whole,
+    within_transform,
+)
 from cdgrab.per_example.first_batch import FirstBatch
 from cdgrab.per_example.layers.base import LayerFactors, Unseen
 from cdgrab.per_example.passes import BackwardPass, GradientSinks, ModelPasses
@@ -210,6 +218,7 @@ class ExampleCapture:
         if self._joins_batch(call.layer, sink):
             self._pass.calls.append(call)
             with aside(grad.device):
+                grad = whole(grad)
                 layer, index = call.layer, call.index
                 if index is not None and self._tables.is_of_positions(layer.name, index, self._pass.task):
                     self._factors.leave_out(layer, f"{layer} is called with the same positions in every batch")

@@ -62,6 +62,12 @@ def aside(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor, gathered if it is spread over tensor-parallel peers, which must all call this."""
+    gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
 def within_transform() -> bool:
     """Whether a transform of `torch.func` is under way, in which tensors are wrappers of others."""
     return torch._C._functorch.maybe_current_level() is not None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from cdgrab.factors import Factors
-from cdgrab.per_example.engine import aside, at_end_of_pass, current_pass, gets_gradient
+from cdgrab.per_example.engine import aside, at_end_of_pass, current_pass, gets_gradient, whole
 
 # By how much sums over examples may miss the gradient of the batch, as a share of its length: rounding in single
 # precision, and where half precision or a GPU's TF32 takes part.
@@ -136,7 +136,7 @@ class FirstBatch:
             )
 
     def _compare(self, name: str, grad: Tensor) -> None:
-        grad = grad.to_dense() if grad.is_sparse else grad
+        grad = grad.to_dense() if grad.is_sparse else whole(grad)
         found, length = self._found.pop(name, None), float(grad.norm())
         if found is None:
             self._compared[name] = Comparison(length, length, 0.0, None)

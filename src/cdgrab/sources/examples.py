@@ -18,7 +18,7 @@ from cdgrab.per_example.row_builders import SketchedRows, WholeRows
 from cdgrab.per_example.sketch import DEFAULT_LENGTH, Sketch, checked_length
 from cdgrab.sources.follow import FollowedModel
 from cdgrab.sources.port import Attachment, Port
-from cdgrab.sources.wrappers import check_same_model, is_fully_sharded, unwrapped
+from cdgrab.sources.wrappers import check_same_model, is_sharded, unwrapped
 
 log = logging.getLogger("cdgrab")
 
@@ -100,7 +100,7 @@ def _model_to_hook(port: Port, model: nn.Module, source: str, length: int | None
 
 def _planned(model: nn.Module, strict: bool) -> tuple[Plan, Coverage]:
     """What is watched of a model; raises `ValueError` if that is nothing."""
-    plan = make_plan(model, is_sharded=is_fully_sharded(model))
+    plan = make_plan(model, is_sharded=is_sharded(model))
     if not plan.trained:
         raise ValueError("the model has no trainable parameter; there is no gradient to order by")
     mixing = [name for name, module in mixing_layers(model) if module.training]

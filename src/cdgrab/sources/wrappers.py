@@ -41,6 +41,11 @@ _REFUSED = {
 }
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether parameters are spread over ranks, by `fully_shard` or among tensor-parallel peers."""
+    return is_fully_sharded(model) or any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
 def is_fully_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` has been applied to the model or a part of it."""
     from torch.distributed.fsdp import FSDPModule
