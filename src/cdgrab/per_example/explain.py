@@ -46,7 +46,7 @@ def explain(model: nn.Module, length: int, inputs: tuple[Any, ...] = ()) -> str:
         names = ParameterNames(plan.layers, plan.trained)
         for layer, reason in unseen:
             coverage.leave_out(names.of_layer(layer), reason)
-    exact = sum(shape.numel() for shape in plan.shapes.values()) <= length
+    exact = _fits(plan, length)
     lines = [_line(layer, plan, coverage, length, positions, exact) for layer in plan.layers]
     table = [["layer", "type", "parameters", "positions", "extra", "sketch"], *lines]
     kept = "is no longer than a sketch, and nothing is lost" if exact else f"becomes a sketch of {length:,} numbers"
@@ -63,23 +63,26 @@ def explain(model: nn.Module, length: int, inputs: tuple[Any, ...] = ()) -> str:
     return "\n".join([*_aligned(table), *notes])
 
 
+def most_extra(plan: Plan, coverage: Coverage, length: int) -> float:
+    """About the most that sketches add to the arithmetic of the watched layers; more positions cost relatively less."""
+    exact = _fits(plan, length)
+    found = [(_parts(layer, plan, coverage, length, 1, exact), layer.adapter.runs_again) for layer in plan.layers]
+    work = sum(sum(part.work for part in parts) + again * own for (parts, own), again in found)
+    return work / sum(own for (_, own), _ in found)
+
+
+def _fits(plan: Plan, length: int) -> bool:
+    """Whether whole gradients are no longer than sketches."""
+    return sum(shape.numel() for shape in plan.shapes.values()) <= length
+
+
 def _line(
     layer: Layer, plan: Plan, coverage: Coverage, length: int, positions: dict[str, int], exact: bool
 ) -> list[str]:
     """The line of one layer."""
-    names, matrices, places = (
-        {id(p): name for name, p in plan.trained.items()},
-        plan.matrices,
-        positions.get(layer.name, 1),
-    )
-    trained = [p for p in layer.module.parameters() if p.requires_grad]
-    parts = [
-        _part(p.shape, length, places, factored=names[id(p)] in matrices, exact=exact)
-        for p in trained
-        if names[id(p)] not in coverage.left_out
-    ]
+    parts, own = _parts(layer, plan, coverage, length, positions.get(layer.name, 1), exact)
     again = layer.adapter.runs_again
-    extra = sum(part.work for part in parts) / sum(3 * places * p.numel() for p in trained) + again
+    extra = sum(part.work for part in parts) / own + again
     how = " and ".join(dict.fromkeys(part.how for part in parts))
     return [
         layer.name or "(the model)",
@@ -89,6 +92,20 @@ def _line(
         f"{extra:.2f}x" if parts else "",
         f"runs once more; {how}" if again and parts else how or "left out",
     ]
+
+
+def _parts(
+    layer: Layer, plan: Plan, coverage: Coverage, length: int, positions: int, exact: bool
+) -> tuple[list[_Part], float]:
+    """The balanced parameters of a layer, and the work per example of its own forward and backward pass."""
+    names = {id(p): name for name, p in plan.trained.items()}
+    trained = [p for p in layer.module.parameters() if p.requires_grad]
+    parts = [
+        _part(p.shape, length, positions, factored=names[id(p)] in plan.matrices, exact=exact)
+        for p in trained
+        if names[id(p)] not in coverage.left_out
+    ]
+    return parts, float(sum(3 * positions * p.numel() for p in trained))
 
 
 def _part(shape: torch.Size, length: int, positions: int, *, factored: bool, exact: bool) -> _Part:

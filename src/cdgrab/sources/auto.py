@@ -45,15 +45,9 @@ class AutoSource:
                 )
             return BatchSource().attach(port, model)
         try:
-            attachment = sketches.attach(port, model)
+            return sketches.attach(port, model)
         except NothingToBalance as reason:
             if self.strict or not port.make_batches_units():
                 raise
             log.warning("whole batches are ordered instead of single examples, which gains less: %s", reason)
             return BatchSource().attach(port, model)
-        log.info(
-            "single examples are ordered by sketches of %d numbers; ordering.explain(model, batch) shows their cost, "
-            "attach(model, source=...) chooses otherwise",
-            self.length,
-        )
-        return attachment

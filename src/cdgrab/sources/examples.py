@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cdgrab.intake import Sketched
 from cdgrab.per_example.capture import ExampleCapture
 from cdgrab.per_example.coverage import Coverage
+from cdgrab.per_example.explain import most_extra
 from cdgrab.per_example.layers.norms import mixing_layers
 from cdgrab.per_example.plan import Plan, make_plan
 from cdgrab.per_example.row_builders import SketchedRows, WholeRows
@@ -77,6 +78,14 @@ class SketchSource:
             plan, coverage = _planned(hooked, self.strict)
             sketch = Sketch(plan.shapes, plan.matrices, self.length, port.settings.seed)
             port.expect(Sketched(sketch.length, sketch.watched), anew=anew)
+            if not anew and port.settings.world.rank == 0:
+                log.info(
+                    "single examples are ordered by sketches of %d numbers, which add at most about %.0f %% to the "
+                    "arithmetic of the watched layers; ordering.explain(model, batch) says more, attach(model, "
+                    "source=...) chooses otherwise",
+                    self.length,
+                    100 * most_extra(plan, coverage, self.length),
+                )
             mean = self.reduction == "mean"
             return ExampleCapture(port, plan, coverage, SketchedRows(sketch), mean=mean)
 
