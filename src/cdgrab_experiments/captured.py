@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cdgrab import Ordering
 from cdgrab.sources import Attachment, GradientSource, Port
-from cdgrab_experiments.steps import Batch, block_steps, flat_gradients, gradients_by_unit
+from cdgrab_experiments.steps import Batch, block_steps, flat_gradients, gradients_by_unit, take_step
 from cdgrab_experiments.tasks.base import Problem
 
 
@@ -135,7 +135,7 @@ class CapturedSteps:
         rest_n = index_M[steps * self._batch :]
         if len(rest_n):
             rows_ND = self._gradient(tuple(part.index_select(0, rest_n) for part in self._problem.train))
-            self._optimizer.step()
+            take_step(self._problem, self._optimizer)
             if rows_ND is not None:
                 observed.append(self._observe(rows_ND[None]))
         if observed:
@@ -250,7 +250,7 @@ class CapturedSteps:
     def _body(self) -> Tensor | None:
         index_N = self._index_SN.index_select(0, self._step)[0]
         rows_ND = self._gradient(tuple(part.index_select(0, index_N) for part in self._problem.train))
-        self._optimizer.step()
+        take_step(self._problem, self._optimizer)
         self._step.add_(1)
         return rows_ND
 

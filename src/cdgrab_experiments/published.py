@@ -67,13 +67,17 @@ PUBLISHED = {
     ),
     "wikitext2": Published(
         setup="WikiText-2; LSTM, 2 layers of 32, tied embedding; 4 workers, batch 16, a unit is 4 columns of 35 "
-        "tokens; SGD 5.0, momentum 0.9, times 0.1 every 10 epochs; 50 epochs, 5 seeds",
-        config={"workers": 4, "batch_size": 16, "lr": 5.0, "momentum": 0.9, "epochs": 50},
+        "tokens; SGD 5.0, momentum 0.9, times 0.1 every 10 epochs, gradients clipped to 0.25, hidden state carried in "
+        "visiting order; 50 epochs, 5 seeds",
+        # Batches are counted in units: 4 of them are 16 columns.
+        config={"variant": "published", "workers": 4, "batch_size": 4, "lr": 5.0, "momentum": 0.9, "epochs": 50},
         loss={"cd-grab": 5.311, "rr": 5.361},
         metric_name="test perplexity",
         metric={"cd-grab": 223.6, "rr": 231.9},
         epochs_to_target=(15.0, 15.0),
         pace="1.5",
+        note="The step shrinks so fast that only the first 20 epochs change anything: of those it is 0.63. Published "
+        "perplexities are about 1.3 % too high (test_perplexity_published). The published code balanced nothing here.",
     ),
     "m4": Published(
         setup="M4 Weekly, 359 series; autoregressive MLP 20-64-64-1; 4 workers, batch 16 (as plotted), a unit is an "

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cdgrab import Ordering
+from cdgrab import ORDERS, Ordering
 from cdgrab_experiments.config import RunConfig
 
 KINDS = "iid, sorted (by class) or dirichlet:ALPHA (ALPHA above 0; the smaller, the fewer classes a worker has)"
@@ -30,18 +30,25 @@ def check_partition(partition: str) -> None:
         raise ValueError(f"unknown partition {partition!r}; choose {KINDS}")
 
 
-def placed(config: RunConfig, labels_N: Tensor | None, num: int) -> Tensor:
+def placed(config: RunConfig, labels_N: Tensor | None, num: int, shards: int | None = None) -> Tensor:
     """The example at every position.
 
     Args:
         config: Of the run: its partition, order, workers and seed.
         labels_N: The class of every example.
         num: Number of examples.
+        shards: Into how many stretches the examples are cut, one for every worker; None if workers may get any.
     """
     check_partition(config.partition)
-    if config.partition == "iid":
+    if shards is not None and (config.partition, config.workers, config.batch_size) != ("iid", shards, shards):
+        raise ValueError(
+            f"{config.partition} split, {config.workers} workers, batches of {config.batch_size}: the data of "
+            f"{config.task} are cut into {shards} stretches, one for each worker, of which a step takes one unit each; "
+            f"use an iid split, {shards} workers and batches of {shards}, or another variant"
+        )
+    if config.partition == "iid" and shards is None:
         return torch.arange(num)
-    if labels_N is None:
+    if labels_N is None and shards is None:
         raise ValueError(f"partition {config.partition!r} needs classes, which this task has none of; use iid")
     workers, seed, partition = config.workers, config.seed, config.partition
     # Real ranks are dealt the same positions, but see only their own.
@@ -49,13 +56,16 @@ def placed(config: RunConfig, labels_N: Tensor | None, num: int) -> Tensor:
     positions = [order.numpy() for order in dealt.orders]
     rng = np.random.default_rng([seed, 0x5B117])
     sizes = [len(mine) for mine in positions]
-    if partition == "sorted":
-        shards = np.split(np.argsort(labels_N.numpy(), kind="stable"), np.cumsum(sizes)[:-1])
+    if labels_N is None or shards is not None:
+        parts = np.split(np.arange(num), np.cumsum(sizes)[:-1])
+    elif partition == "sorted":
+        parts = np.split(np.argsort(labels_N.numpy(), kind="stable"), np.cumsum(sizes)[:-1])
     else:
-        shards = _dirichlet(labels_N.numpy(), sizes, float(partition.partition(":")[2]), rng)
+        parts = _dirichlet(labels_N.numpy(), sizes, float(partition.partition(":")[2]), rng)
     places = np.empty(num, dtype=np.int64)
-    for mine, shard in zip(positions, shards, strict=True):
-        places[mine] = rng.permutation(shard)  # the first order is shuffled within a worker, too
+    for mine, part in zip(positions, parts, strict=True):
+        # The first order is shuffled within a worker, too; that of a stretch only if the order begins so.
+        places[mine] = part if shards is not None and not ORDERS[config.order].shuffle else rng.permutation(part)
     return torch.from_numpy(places)
 
 

@@ -219,7 +219,7 @@ class EagerSteps:
             fetching += time.perf_counter() - start
             for batch in zip(*(part.split(self._batch) for part in parts_m), strict=True):
                 self._gradient(batch)
-                self._optimizer.step()
+                take_step(self._problem, self._optimizer)
             if self._late is not None:
                 self._late_collector.flush(parts_m)
         if self._late is None and self._gradient != self._by_backward:
@@ -246,6 +246,13 @@ class EagerSteps:
 
     def _by_unit(self, batch: Batch) -> None:
         gradients_by_unit(self._problem, batch, self._batch, self._collector.place(len(batch[0])), self._flat_D)
+
+
+def take_step(problem: Problem, optimizer: torch.optim.Optimizer) -> None:
+    """Step along the gradient that the parameters hold, clipped if the problem has a limit. Nothing waits for a GPU."""
+    if problem.clip is not None:
+        nn.utils.clip_grad_norm_(problem.model.parameters(), problem.clip)
+    optimizer.step()
 
 
 def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:

@@ -56,8 +56,9 @@ class Trainer:
                 f"a batch of {config.batch_size} cannot be shared evenly by {config.workers} workers; use a multiple"
             )
         balanced = spec.needs_gradients
-        if spec.redeal and config.partition != "iid":
-            raise ValueError(f"order {config.order!r} deals anew every epoch, which is no {config.partition} split")
+        if spec.redeal and (config.partition != "iid" or problem.shards is not None):
+            split = "split in stretches" if config.partition == "iid" else f"{config.partition} split"
+            raise ValueError(f"order {config.order!r} deals anew every epoch, which is no {split}")
         self._batch = config.batch_size // ranks
         self.ordering = Ordering(
             num,
@@ -70,11 +71,12 @@ class Trainer:
             # Rows in closed form are short, and many steps' travel at once: what counts is the number of messages.
             exchange="gather" if ranks > 1 and problem.gradient is not None and spec.coordinated else None,
         )
-        self._places = placed(config, problem.labels, num)
+        self._places = placed(config, problem.labels, num, problem.shards)
         model: nn.Module = self.problem.model
         closed = problem.gradient is not None
         if ranks > 1 and not closed:
-            model = DistributedDataParallel(model)
+            # What a model carries from step to step is its rank's own.
+            model = DistributedDataParallel(model, broadcast_buffers=False)
         captured = self.device.type == "cuda" and ranks == 1 and capture is not False
         self.optimizer = _optimizer(config, model, captured)
         self.scheduler = _scheduler(config, self.optimizer)
@@ -125,6 +127,8 @@ class Trainer:
         index_M = self._places[torch.from_numpy(ordering.remaining())].to(self.device)
         with repeatable(self.device):
             self._steps.prepare(index_M)
+            if self.problem.start_epoch is not None:  # after the steps that were taken to prepare
+                self.problem.start_epoch(self.problem.model)
             self._wait()
             start = time.perf_counter()
             fetching = self._steps.epoch(index_M)
@@ -200,6 +204,8 @@ class Trainer:
 
     def _loss(self) -> float:
         """Of the whole training set."""
+        if self.problem.whole_loss is not None:
+            return self.problem.whole_loss(self.problem.model)
         train = self.problem.train
         num = len(train[0])
         # What a model makes of a batch may be far larger than the batch; models in closed form are small.

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import _data
 from _problems import PROBLEMS, config
+from cdgrab_experiments.choices import Choices, resolve
 from cdgrab_experiments.runner import Place, run
 from cdgrab_experiments.tasks import wikitext2
 from cdgrab_experiments.tasks.cifar10 import lenet
@@ -83,6 +85,21 @@ def test_what_goes_on_side_by_side_does_not_get_mixed_up() -> None:
     assert first == second
     assert all(torch.equal(a, b) for a, b in zip(parameters, again, strict=True))
     assert first[1] == pytest.approx(here[1], rel=1e-4)  # after that, orders may differ in near ties
+
+
+@pytest.mark.parametrize("order", ["rr", "cd-grab"])
+def test_a_captured_step_clips_and_carries(order: str, tmp_path: Path) -> None:
+    _data.wikitext2(tmp_path, num=12000)
+
+    def trained(device: str, capture: bool) -> list[float]:
+        problem = wikitext2.load(tmp_path, "published", 0)
+        problem.model.double()
+        chosen = resolve("wikitext2", Choices(order=order, epochs=3))
+        return [record.loss for record in Trainer(chosen, problem, device=device, capture=capture).run()]
+
+    here = trained("cpu", False)
+    for capture in (False, True):
+        assert trained("cuda", capture) == pytest.approx(here, rel=1e-6)
 
 
 @pytest.mark.parametrize("source", ["exact", "sketch:16"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,3 +71,20 @@ def test_unknown_splits(partition: str) -> None:
 def test_a_split_by_class_needs_classes() -> None:
     with pytest.raises(ValueError, match="needs classes"):
         placed(chosen("sorted", 2), None, 10)
+
+
+@pytest.mark.parametrize("order", ["cd-grab", "rr", "sequential"])
+def test_stretches_belong_to_workers(order: str) -> None:
+    places = placed(chosen("iid", 4, order=order), None, 80, 4)
+    dealt = Ordering(80, batch_size=4, unit_size=1, order=order, lanes=4)
+    for worker, units in enumerate(dealt.orders):
+        mine = places[units].tolist()
+        stretch = list(range(20 * worker, 20 * worker + 20))
+        assert sorted(mine) == stretch
+        assert (mine == stretch) == (order == "sequential")
+
+
+@pytest.mark.parametrize("changes", [{"workers": 2}, {"batch_size": 8}, {"partition": "sorted"}])
+def test_stretches_need_a_worker_each(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="cut into 4 stretches, one for each worker"):
+        placed(replace(chosen("iid", 4), **changes), LABELS, 80, 4)

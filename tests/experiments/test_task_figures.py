@@ -167,21 +167,48 @@ def test_matthews_f1_and_auc_by_hand() -> None:
     assert math.isnan(area_under_curve(torch.ones(2), torch.ones(2)))
 
 
-def test_perplexity_counts_every_word_and_carries_the_state() -> None:
+def test_the_loss_of_a_text_counts_every_word_and_carries_the_state() -> None:
     model = wikitext2_task.LanguageModel(11, seed=0)
     nn.init.normal_(model.embedding.weight)
     tokens = torch.randint(11, (53,), generator=torch.Generator().manual_seed(0))
     whole = F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:]).item()
     for length in (7, 13, 52, 100):
-        assert wikitext2_task.perplexity(model, tokens, columns=1, length=length) == pytest.approx(math.exp(whole))
+        assert wikitext2_task.mean_loss(model, tokens, 1, length) == pytest.approx(whole)
     # Five columns of 11 words; the last is three short.
     columns = [
         F.cross_entropy(model(tokens[i : i + 11][None])[0], tokens[i + 1 : i + 12], reduction="sum")
         for i in (0, 11, 22, 33)
     ]
     columns.append(F.cross_entropy(model(tokens[44:52][None])[0], tokens[45:53], reduction="sum"))
-    by_hand = math.exp(sum(column.item() for column in columns) / 52)
-    assert wikitext2_task.perplexity(model, tokens, columns=5, length=4) == pytest.approx(by_hand)
+    by_hand = sum(column.item() for column in columns) / 52
+    assert wikitext2_task.mean_loss(model, tokens, 5, 4) == pytest.approx(by_hand)
+
+
+def test_the_published_perplexity_divides_by_one_chunk_too_few() -> None:
+    model = wikitext2_task.LanguageModel(11, seed=0)
+    tokens = torch.randint(11, (16 * 71 + 5,), generator=torch.Generator().manual_seed(0))
+    found = wikitext2_task.perplexities(model, tokens, tokens[:100])
+    # 71 words of a column make two chunks of 35 and their targets.
+    assert found["test_perplexity_published"] == pytest.approx(found["test_perplexity"] ** 2)
+    assert found["valid_perplexity"] == pytest.approx(math.exp(wikitext2_task.mean_loss(model, tokens[:100], 16)))
+
+
+def test_a_unit_continues_the_state_that_the_last_one_of_its_columns_left() -> None:
+    model = wikitext2_task.LanguageModel(11, seed=0)
+    nn.init.normal_(model.embedding.weight)
+    tokens = torch.randint(11, (3, 2, 4, 5), generator=torch.Generator().manual_seed(0))  # steps x units x columns
+    groups = torch.tensor([[2, 0], [1, 2], [0, 2]])
+    with torch.no_grad():
+        found = [model(x.flatten(0, 1), group) for x, group in zip(tokens, groups, strict=True)]
+    # Group 2 has a unit in every step, group 0 in the first and the last.
+    whole = model(torch.cat([tokens[0, 0], tokens[1, 1], tokens[2, 1]], 1)).detach()
+    torch.testing.assert_close(torch.cat([found[0][:4], found[1][4:], found[2][4:]], 1), whole)
+    torch.testing.assert_close(found[2][:4], model(torch.cat([tokens[0, 1], tokens[2, 0]], 1)).detach()[:, 5:])
+    torch.testing.assert_close(found[1][:4], model(tokens[1, 0]).detach())
+    where = model.carried.data_ptr()
+    model.forget()
+    torch.testing.assert_close(model(tokens[0, 0], groups[0, :1]), model(tokens[0, 0]))
+    assert model.carried.data_ptr() == where  # a recorded step reads and writes there
 
 
 def test_perplexity_of_blocks_counts_the_last_one() -> None:
@@ -210,6 +237,8 @@ def test_units_of_wikitext_are_pieces_of_columns(tmp_path: Path) -> None:
     assert x[0, :, 0].tolist() == [0, 80, 160, 240]
     assert x[1, 0, 0] == 35
     assert x[2, 0, 0] == 4 * 80
+    assert len(wikitext2_task.units(torch.arange(16 * 110))[0]) == 4 * 3
+    assert torch.equal(wikitext2_task.units(torch.arange(16 * 110), even=True)[0][2:4, 0, 0], torch.tensor([440, 475]))
     assert wikitext2_task.words(" a b \n \n") == ["a", "b", "<eos>", "<eos>"]
     problem = make("wikitext2", tmp_path)
     assert problem.examples == 4

@@ -236,7 +236,7 @@ def test_a_damaged_file_is_named_with_its_hash(
     _data.MAKE[name](tmp_path)
     damage(tmp_path / file)
     with pytest.raises(DataError, match=message) as caught:
-        find_task(name).load(tmp_path, "", 0)
+        find_task(name).load(tmp_path, find_task(name).variants[0], 0)
     assert str(tmp_path / file) in str(caught.value)
     assert "SHA-256 " in str(caught.value)
 

@@ -69,6 +69,11 @@ class Problem:
         late: The same with rows for many steps at once, if that is faster.
         minimum: Finds the smallest possible training loss, where it can be known.
         examples: How many examples make a unit; layers see them along their first dimension, one after the other.
+        shards: Into how many equal stretches `train` is cut, each of which belongs to one worker; a step takes one unit
+            of each. None: units are dealt to workers.
+        clip: Largest norm of the gradient of a batch; rows of units are never clipped. None: no limit.
+        start_epoch: Called before the first step of an epoch, for a model that carries a state from step to step.
+        whole_loss: Finds the loss of the whole training set; by default it is the mean of `loss` over its batches.
     """
 
     model: nn.Module
@@ -83,6 +88,10 @@ class Problem:
     late: LateRows | None = None
     minimum: Callable[[], float] | None = None
     examples: int = 1
+    shards: int | None = None
+    clip: float | None = None
+    start_epoch: Callable[[nn.Module], None] | None = None
+    whole_loss: Callable[[nn.Module], float] | None = None
 
     def rows(self, *batch: Tensor) -> Tensor:
         """The gradient of every unit, from `gradient`."""

@@ -1,18 +1,18 @@
 """WikiText-2, word by word, with a small LSTM.
 
-A unit is 4 columns of 35 words that always go together: 16 columns run through the text, a step takes 4 units, as many
-words as the paper's 4 workers with 4 columns each.
+16 columns run through the text. A unit is 35 words of 4 columns, and a step takes 4 units: the paper's 4 workers.
 
-The hidden state is zero at the start of every unit. Units are visited in any order, so what came before one in time is
-not what comes before it in the text; the authors carry the state over all the same. In evaluation the text is read in
-order, and there the state is carried.
-
-No gradient is clipped: the paper's table has no clipping.
+The variant `published` does what the code behind the paper's figure did. Worker `w` owns the columns `4w` to `4w + 3`.
+The hidden state is zero at the start of an epoch and then goes from the unit a worker visits to the one it visits next,
+whatever its place in the text. The gradient of a step is clipped; signs come from unclipped gradients. The variant
+`plain` does what the paper's table says: no clipping. There every unit starts with a state of zeros, and any worker may
+own it. The others take one of these away.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,14 +25,47 @@ from cdgrab_experiments.tasks.tools import device_of, seeded
 
 COLUMNS, UNIT_COLUMNS, LENGTH = 16, 4, 35
 WIDTH, LAYERS = 32, 2
+GROUPS = COLUMNS // UNIT_COLUMNS
 # Evaluation reads several columns at once, for speed; each of them starts cold once.
-EVAL_COLUMNS, EVAL_LENGTH = 16, 35
+EVAL_COLUMNS, TRAIN_COLUMNS = 16, 128
+EVAL_WORDS = {"cpu": 560, "cuda": 8960}  # at a time
 
 State = tuple[Tensor, Tensor]
 
 
+@dataclass(frozen=True)
+class Options:
+    """How the text is trained on.
+
+    Attributes:
+        clip: Largest norm of the gradient of a step; None for no limit.
+        carried: Units continue the hidden state that the last visited unit of their columns left.
+        contiguous: Workers own columns. Otherwise units are dealt to them at random.
+    """
+
+    clip: float | None
+    carried: bool
+    contiguous: bool
+
+
+VARIANTS = {
+    "published": Options(clip=0.25, carried=True, contiguous=True),
+    "unclipped": Options(clip=None, carried=True, contiguous=True),
+    "zero-state": Options(clip=0.25, carried=False, contiguous=True),
+    "plain": Options(clip=None, carried=False, contiguous=False),
+}
+
+
 class LanguageModel(nn.Module):
-    """Embedding, LSTM, and a decoder with the embedding's weight and no bias: dim 1,081,792 for 33,278 words."""
+    """Embedding, LSTM, and a decoder with the embedding's weight and no bias: dim 1,081,792 for 33,278 words.
+
+    Attributes:
+        carried: The state that the last visited unit of each group of columns left. It is written in place, so that a
+            recorded step finds it; nothing reads a number on the host.
+    """
+
+    carried: Tensor  # 2 x layers x groups x columns of a unit x width
+    groups: Tensor
 
     def __init__(self, num_words: int, seed: int) -> None:
         super().__init__()
@@ -42,10 +75,22 @@ class LanguageModel(nn.Module):
             self.decoder = nn.Linear(WIDTH, num_words, bias=False)
             nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
         self.decoder.weight = self.embedding.weight
+        self.register_buffer("carried", torch.zeros(2, LAYERS, GROUPS, UNIT_COLUMNS, WIDTH), persistent=False)
+        self.register_buffer("groups", torch.arange(GROUPS), persistent=False)
 
-    def forward(self, tokens_NT: Tensor) -> Tensor:
-        """Scores of the next word at every position, beginning with an empty state."""
-        scores: Tensor = self.decoder(self.lstm(self.embedding(tokens_NT))[0])
+    def forward(self, tokens_NT: Tensor, group_U: Tensor | None = None) -> Tensor:
+        """Scores of the next word at every position.
+
+        Args:
+            tokens_NT: One column after the other.
+            group_U: The group of every unit, whose state it continues; None to begin with an empty state.
+        """
+        if group_U is None:
+            scores: Tensor = self.decoder(self.lstm(self.embedding(tokens_NT))[0])
+            return scores
+        h, c = self.carried.index_select(2, group_U).flatten(2, 3)
+        scores, state = self.go_on(tokens_NT, (h, c))
+        self._keep(group_U, torch.stack(state).detach())
         return scores
 
     def go_on(self, tokens_NT: Tensor, state: State | None) -> tuple[Tensor, State]:
@@ -53,19 +98,39 @@ class LanguageModel(nn.Module):
         hidden, state = self.lstm(self.embedding(tokens_NT), state)
         return self.decoder(hidden), state
 
+    def forget(self) -> None:
+        """Let the next unit of every group start with a state of zeros."""
+        self.carried.zero_()
+
+    def _keep(self, group_U: Tensor, state_2LNw: Tensor) -> None:
+        left = self.carried
+        states = state_2LNw.unflatten(2, (len(group_U), UNIT_COLUMNS)).split(1, 2)
+        for group, state in zip(group_U, states, strict=True):
+            left = torch.where((self.groups == group)[:, None, None], state, left)
+        self.carried.copy_(left)
+
 
 def loss(model: nn.Module, x_Uct: Tensor, y_Uct: Tensor) -> Tensor:
     """Mean over all words; units are of equal length, so it is the mean over units too."""
     return F.cross_entropy(model(x_Uct.flatten(0, 1)).flatten(0, 1), y_Uct.flatten())
 
 
-def perplexity(model: LanguageModel, tokens: Tensor, columns: int = EVAL_COLUMNS, length: int = EVAL_LENGTH) -> float:
-    """Exponential of the mean loss over every word but the first.
+def carried_loss(model: nn.Module, x_Uct: Tensor, y_Uct: Tensor, group_U: Tensor) -> Tensor:
+    """The same of units that continue the state of their group, and leave theirs."""
+    return F.cross_entropy(model(x_Uct.flatten(0, 1), group_U).flatten(0, 1), y_Uct.flatten())
 
-    All words count, those of the last, shorter chunk too: the sum is divided by the number of words, where the authors'
-    code takes one chunk too few. Every column carries its state from chunk to chunk.
+
+def mean_loss(model: LanguageModel, tokens: Tensor, columns: int, length: int | None = None) -> float:
+    """Of every word but the first, in the order of the text; columns carry their state.
+
+    Args:
+        model: It is not changed.
+        tokens: The text.
+        columns: Into how many pieces it is cut, which are read side by side.
+        length: How many words of a column are read at a time; it changes nothing but the time and memory it takes.
     """
     device = device_of(model)
+    length = length or max(1, EVAL_WORDS[device.type] // columns)
     num = len(tokens) - 1
     padding = -num % columns
     inputs = F.pad(tokens[:-1], (0, padding)).view(columns, -1).to(device)
@@ -75,7 +140,25 @@ def perplexity(model: LanguageModel, tokens: Tensor, columns: int = EVAL_COLUMNS
         for x, y in zip(inputs.split(length, 1), targets.split(length, 1), strict=True):
             scores, state = model.go_on(x, state)
             total += F.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="sum", ignore_index=-100)
-    return math.exp(min(float(total) / num, 700.0))
+    return float(total) / num
+
+
+def perplexities(model: LanguageModel, test: Tensor, valid: Tensor) -> dict[str, float]:
+    """Exponentials of the mean loss over every word but the first.
+
+    `test_perplexity_published` is that of the authors' code, which divides the sum over chunks by one chunk too few.
+    """
+    of_test = mean_loss(model, test, EVAL_COLUMNS)
+    chunks = (len(test) // EVAL_COLUMNS - 1) // LENGTH
+    return {
+        "test_perplexity": _exp(of_test),
+        "valid_perplexity": _exp(mean_loss(model, valid, EVAL_COLUMNS)),
+        "test_perplexity_published": _exp(of_test * chunks / max(1, chunks - 1)),
+    }
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))
 
 
 def words(text: str) -> list[str]:
@@ -83,8 +166,9 @@ def words(text: str) -> list[str]:
     return [word for line in text.removesuffix("\n").split("\n") for word in (*line.split(), "<eos>")]
 
 
-def load(folder: Path, variant: str, seed: int) -> Problem:  # noqa: ARG001
+def load(folder: Path, variant: str, seed: int) -> Problem:
     """The vocabulary is that of all three files, in the order of first occurrence; all of it occurs in training."""
+    options = VARIANTS[variant]
     found = data.find("wikitext-2", folder)
     texts = {split: words(found.text(f"wiki.{split}.tokens")) for split in ("train", "valid", "test")}
     vocabulary: dict[str, int] = {}
@@ -92,34 +176,45 @@ def load(folder: Path, variant: str, seed: int) -> Problem:  # noqa: ARG001
         for word in text:
             vocabulary.setdefault(word, len(vocabulary))
     train, valid, test = (torch.tensor([vocabulary[word] for word in text]) for text in texts.values())
-    x, y = units(train)
+    x, y = units(train, even=options.contiguous)
     if not len(x) or min(len(valid), len(test)) < 2:
-        raise found.damaged("wiki.train.tokens", f"has {len(train):,} words, which is not even one unit")
-
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        assert isinstance(model, LanguageModel)
-        return {"test_perplexity": perplexity(model, test), "valid_perplexity": perplexity(model, valid)}
-
+        raise found.damaged("wiki.train.tokens", f"has {len(train):,} words, which is too few for the first units")
+    group = torch.arange(GROUPS).repeat_interleave(len(x) // GROUPS)
     left_out = len(train) - 1 - y.numel()
     return Problem(
         model=LanguageModel(len(vocabulary), seed),
-        train=(x, y),
-        loss=loss,
-        evaluate=evaluate,
+        train=(x, y, group) if options.carried else (x, y),
+        loss=carried_loss if options.carried else loss,
+        evaluate=lambda model: perplexities(_ours(model), test, valid),
         metric="test_perplexity",
         higher_is_better=False,
         data=f"WikiText-2: {len(train):,} / {len(valid):,} / {len(test):,} words, {len(vocabulary):,} different; "
         f"{len(x):,} units of {UNIT_COLUMNS} x {LENGTH} ({left_out} words at the ends of columns are left out)"
         f"{found.note}",
         examples=UNIT_COLUMNS,
+        shards=GROUPS if options.contiguous else None,
+        clip=options.clip,
+        start_epoch=(lambda model: _ours(model).forget()) if options.carried else None,
+        whole_loss=(lambda model: mean_loss(_ours(model), train, TRAIN_COLUMNS)) if options.carried else None,
     )
 
 
-def units(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each `units x 4 x 35`; the targets are one word ahead."""
+def _ours(model: nn.Module) -> LanguageModel:
+    assert isinstance(model, LanguageModel)
+    return model
+
+
+def units(tokens: Tensor, *, even: bool = False) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, each `units x 4 x 35`, group by group; the targets are one word ahead.
+
+    Args:
+        tokens: The text.
+        even: Leave out the last unit of every group if there are oddly many, so that all have partners.
+    """
     columns = tokens[: len(tokens) // COLUMNS * COLUMNS].view(COLUMNS, -1)
     num = (columns.shape[1] - 1) // LENGTH
-    shape = (COLUMNS // UNIT_COLUMNS, UNIT_COLUMNS, num, LENGTH)
+    num -= num % 2 if even else 0
+    shape = (GROUPS, UNIT_COLUMNS, num, LENGTH)
     x, y = (columns[:, start : start + num * LENGTH].reshape(shape) for start in (0, 1))
     return x.transpose(1, 2).flatten(0, 1).contiguous(), y.transpose(1, 2).flatten(0, 1).contiguous()
 
@@ -131,4 +226,5 @@ TASK = Task(
     settings=Settings(workers=4, batch_size=4, epochs=50, lr=5.0, momentum=0.9, schedule="step:10:0.1"),
     load=load,
     needs=("wikitext-2",),
+    variants=tuple(VARIANTS),
 )
