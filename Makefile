@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint types unit mutate browser bench format clean
+.PHONY: demo test lint types unit mutate soak browser bench format clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m cdgrab_experiments.demo
@@ -23,6 +23,10 @@ unit: $(INSTALLED) browser
 # Whether the tests notice faults; minutes, and no part of `make test`.
 mutate: $(INSTALLED)
 	$(BIN)/python -m tests.mutate
+
+# Damage and faults at length; minutes, and no part of `make test`.
+soak: $(INSTALLED)
+	PYTHONPATH=tests $(BIN)/python -m tests.soak.damage
 
 # The report is tested in a real browser. Where none can be installed, that test says so and is skipped.
 browser:

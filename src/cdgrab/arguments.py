@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from cdgrab.world import World
+
+Fingerprint = str | Callable[[Any], str] | None
 
 
 def length_of(dataset: Any) -> int:
@@ -39,6 +41,14 @@ def length_of(dataset: Any) -> int:
     if length < 1:
         raise ValueError(f"the dataset has {length} examples; pass at least one")
     return length
+
+
+def checked_fingerprint(fingerprint: Fingerprint, dataset: Any) -> str | None:
+    """The string that tells this dataset from others; a function is called with the dataset."""
+    found = fingerprint(dataset) if callable(fingerprint) else fingerprint
+    if found is not None and not isinstance(found, str):
+        raise ValueError(f"fingerprint is {found!r}; pass a string, or a function that returns one for the dataset")
+    return found
 
 
 def as_rows(rows: Any) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,10 @@ from cdgrab.balancing.tally import Tally
 from cdgrab.exchange.agreement import check_digest
 from cdgrab.exchange.connection import Connection
 from cdgrab.exchange.sharded import ShardedPairs
+from cdgrab.fields import Fields, damaged
 from cdgrab.intake import Intake, Sketched
 from cdgrab.lanes import IntArray, Lanes, narrowest
-from cdgrab.metrics import Meter
+from cdgrab.metrics import Meter, loaded_figures
 from cdgrab.orders import Free
 from cdgrab.orders.fill import from_lanes
 from cdgrab.progress import Progress
@@ -52,8 +54,8 @@ class Epochs:
         self._lock = _Lock()
         self.epoch = 0
         self.meter = Meter()
-        self.lanes = lanes
-        self.order_N: IntArray = np.arange(self.lanes.num_units, dtype=narrowest(self.lanes.num_units))
+        self._dealt = self.lanes = lanes
+        self.order_N = _as_dealt(lanes)
         self.progress = Progress(self.lanes, 0, self.order_N)
         self.intake = Intake(settings, connection.exchange)
         self.intake.start_epoch(0, self.lanes)
@@ -91,8 +93,9 @@ class Epochs:
 
     # What it may tell
 
-    def expect(self, sketched: Sketched | None, *, anew: bool = False) -> None:
-        if sketched == self.intake.sketched and not anew:
+    def expect(self, sketched: Sketched | None, *, model: str | None = None, anew: bool = False) -> None:
+        if sketched == self.intake.sketched and not anew and model in (None, self.intake.model or model):
+            self.intake.model = model or self.intake.model
             return
         if self.progress.rows and self.balances:
             raise ValueError(
@@ -101,7 +104,7 @@ class Epochs:
             )
         self._connection.use_for(sketched=sketched is not None)
         before = self.intake
-        self.intake = Intake(self.settings, self._connection.exchange, sketched=sketched)
+        self.intake = Intake(self.settings, self._connection.exchange, sketched=sketched, model=model)
         self.intake.go_on_from(before)
         self.intake.start_epoch(self.epoch, self.lanes)
 
@@ -115,8 +118,8 @@ class Epochs:
         if self.settings.units_are_given or self.epoch or self.progress.rows:
             return False
         self.settings = self.settings.with_batches_as_units()
-        self.lanes = self.settings.deal(0)
-        self.order_N = np.arange(self.lanes.num_units, dtype=narrowest(self.lanes.num_units))
+        self._dealt = self.lanes = self.settings.deal(0)
+        self.order_N = _as_dealt(self.lanes)
         self.progress = Progress(self.lanes, 0, self.order_N)
         self.intake = Intake(self.settings, self._connection.exchange, sketched=self.intake.sketched)
         self.intake.start_epoch(0, self.lanes)
@@ -154,8 +157,7 @@ class Epochs:
         self.epoch, self.meter.seconds = epoch, 0.0
         spec = self.settings.spec
         if isinstance(spec, Free):
-            if spec.redeal:
-                self.lanes = self.settings.deal(epoch)
+            self.lanes = self._dealt_in(epoch)
             self.order_N = self._baseline(spec, epoch)
         self.intake.start_epoch(epoch, self.lanes)
         # Last, because another thread that sees an unfinished epoch may begin to count its steps.
@@ -210,25 +212,48 @@ class Epochs:
     # State
 
     def state_dict(self) -> dict[str, Any]:
+        """The state of this process. Its examples are saved in the order of the epoch, so units need no numbers."""
         return {
             **self.intake.state_dict(),
-            "order": torch.from_numpy(self.order_N),
+            "examples": torch.from_numpy(self.lanes.in_order(self.order_N)),
             "progress": self.progress.state_dict(),
-            "metrics": self.meter.figures,
+            "metrics": dict(self.meter.figures),
             "seconds": self.meter.seconds,
         }
 
-    def load_state_dict(self, epoch: int, payload: dict[str, Any]) -> None:
-        """Continue at `epoch` with a checked payload. A payload that is refused changes nothing."""
-        lanes = self.settings.deal(epoch)
-        order_N = payload["order"].numpy()
+    def load_state_dict(self, epoch: int, state: Fields) -> None:
+        """Continue at `epoch` with the state of this process. One that is refused changes nothing."""
+        dealt = self._dealt_in(epoch)
+        lanes = replace(dealt, shard=_examples(state, len(dealt.shard), dealt.num_examples))
+        order_N = _as_dealt(lanes)
         progress = Progress(lanes, epoch, order_N)
-        progress.load_state_dict(payload["progress"])
-        intake = Intake(self.settings, self._connection.exchange, sketched=self.intake.sketched)
-        intake.load_state_dict(payload, epoch, lanes)
+        progress.load_state_dict(state.inside("progress"))
+        intake = Intake(
+            self.settings, self._connection.exchange, sketched=self.intake.sketched, model=self.intake.model
+        )
+        intake.load_state_dict(state, epoch, lanes, progress.visits)
+        figures, seconds = loaded_figures(state.inside("metrics")), state.number("seconds", least=0.0)
         # Nothing below can fail.
         self.epoch, self.lanes, self.order_N, self.progress, self.intake = epoch, lanes, order_N, progress, intake
-        self.meter.figures, self.meter.seconds = payload["metrics"], payload["seconds"]
+        self.meter.figures, self.meter.seconds = figures, seconds
+
+    def _dealt_in(self, epoch: int) -> Lanes:
+        """The lanes as the seed deals them."""
+        return self.settings.deal(epoch) if self.settings.spec.redeal else self._dealt
+
+
+def _as_dealt(lanes: Lanes) -> IntArray:
+    return np.arange(lanes.num_units, dtype=narrowest(lanes.num_units))
+
+
+def _examples(state: Fields, count: int, num_examples: int) -> IntArray:
+    """The examples of a process, each of them once."""
+    examples: IntArray = state.integers("examples", count, least=0, end=num_examples).numpy()
+    found = np.zeros(num_examples, dtype=bool)
+    found[examples] = True
+    if np.count_nonzero(found) != count:
+        raise damaged(f"{state.name('examples')} has some of {count} examples twice")
+    return examples.astype(narrowest(num_examples), copy=False)
 
 
 class _Lock:

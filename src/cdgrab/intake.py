@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from cdgrab.balancing.sorter import Sorter, make_sorter
 from cdgrab.exchange import Exchange
 from cdgrab.exchange.agreement import check_same
+from cdgrab.fields import Fields, damaged
 from cdgrab.lanes import BoolArray, Lanes, generator
 from cdgrab.progress import Step
 from cdgrab.settings import Settings
@@ -39,13 +39,16 @@ class Intake:
         sketched: The form of the sketches, or None if rows are whole.
 
     Attributes:
+        model: A digest of the parameters whose gradients come; None if rows are passed by hand.
         sorter: None for orders without gradients: their rows are checked, then ignored.
     """
 
-    def __init__(self, settings: Settings, exchange: Exchange, *, sketched: Sketched | None = None) -> None:
+    def __init__(
+        self, settings: Settings, exchange: Exchange, *, sketched: Sketched | None = None, model: str | None = None
+    ) -> None:
         self._settings = settings
         self._exchange = exchange
-        self.sketched = sketched
+        self.sketched, self.model = sketched, model
         self._dim: int | None = None  # of the rows so far
         self._dtype: torch.dtype | None = None
         self._device: torch.device | None = None
@@ -139,20 +142,53 @@ class Intake:
         self.settle()
         return {
             "form": self.form,
-            "dim": self._dim,
-            "dtype": None if self._dtype is None else str(self._dtype).removeprefix("torch."),
+            "model": self.model,
+            "dim": self._dim or 0,
+            "dtype": str(self._dtype or torch.float32).removeprefix("torch."),
             "sorter": {} if self.sorter is None else self.sorter.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any], epoch: int, lanes: Lanes) -> None:
-        """Load a state, before any row has come. A state of another form must be one between epochs."""
-        if state["form"] == self.form:
-            self._dim = state["dim"]
-            self._dtype = None if state["dtype"] is None else getattr(torch, state["dtype"])
-        if self.sorter is not None and state["form"] == self.form:
-            self.sorter.load_state_dict(state["sorter"])
-        else:
+    def load_state_dict(self, state: Fields, epoch: int, lanes: Lanes, visits: int) -> None:
+        """Load a state into a fresh object; `visits` are those of the epoch so far.
+
+        A state of another form, or of another model, fits only if nothing of it is needed.
+        """
+        form, model, dim = state.text("form"), state.text("model"), state.whole("dim")
+        types = {"float32": torch.float32, "float64": torch.float64}
+        dtype = types.get(state.text("dtype") or "")
+        if dtype is None:
+            raise state.refuse("dtype", state.raw("dtype"), "float32 or float64")
+        self._check_source(form, model, visits)
+        same = form == self.form and model in (None, self.model or model)
+        if same:
+            self._dim, self._dtype, self.model = dim or None, dtype if dim else None, model or self.model
+        sorter = state.inside("sorter")
+        if self.sorter is None:
+            return
+        if not same:
             self.start_epoch(epoch, lanes)
+            return
+        self.sorter.load_state_dict(sorter, dim, dtype)
+        if visits not in (self.sorter.visits, None if self.sorter.visits else visits * self._exchange.shares_signs):
+            raise damaged(f"it has {visits} visits, and the rows of {self.sorter.visits}")
+
+    def _check_source(self, form: str | None, model: str | None, visits: int) -> None:
+        """Raise `ValueError` if gradients come in another form than the state needs to continue."""
+        if self.sorter is None or (form == self.form and model in (None, self.model or model)):
+            return
+        found = f"gradients as {form}, and this ordering has them as {self.form}"
+        if form == self.form:
+            found = f"parameters whose names and shapes have the digest {model}, and here they have {self.model}"
+        remedy = "make the ordering, and attach the model before loading, as it was then"
+        if visits:
+            raise ValueError(
+                f"the state was taken within an epoch with {found}; {remedy}, or load a state taken between epochs"
+            )
+        if self._settings.remembers is not None:
+            raise ValueError(
+                f"the state was taken with {found}, and {self._settings.remembers} goes on from earlier epochs; "
+                f"{remedy}"
+            )
 
     def _new_sorter(self) -> Sorter | None:
         settings = self._settings
@@ -169,5 +205,6 @@ class Intake:
             if self._dim is not None and self.sorter is not None and device.type != "cpu":
                 sorter = self._new_sorter()
                 assert sorter is not None
-                sorter.load_state_dict(tree_map_only(Tensor, lambda part: part.to(device), self.sorter.state_dict()))
+                saved = Fields(self.sorter.state_dict(), device=device)
+                sorter.load_state_dict(saved, self._dim, self._dtype or torch.float32)
                 self.sorter = sorter

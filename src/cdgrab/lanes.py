@@ -37,6 +37,8 @@ from cdgrab.world import World
 IntArray = npt.NDArray[np.signedinteger]
 BoolArray = npt.NDArray[np.bool_]
 
+_HEAD = 1024
+
 
 @dataclass(frozen=True, eq=False)
 class Lanes:
@@ -45,8 +47,9 @@ class Lanes:
     Attributes:
         num_lanes: The number of lanes of all processes.
         num_samples: The examples that every process visits in an epoch, padding included.
+        shard: The examples of this process, as dealt or in a later order. Its units are numbered in this order.
         dealt_in: The epoch whose permutation was dealt.
-        dealt: That permutation of all examples.
+        head: The first examples of that permutation: padding in that epoch, and a sign of how it was dealt.
     """
 
     num_examples: int
@@ -55,8 +58,9 @@ class Lanes:
     unit_size: int
     num_samples: int
     seed: int
+    shard: IntArray
     dealt_in: int
-    dealt: IntArray
+    head: IntArray
 
     @functools.cached_property
     def num_local(self) -> int:
@@ -71,8 +75,8 @@ class Lanes:
     @functools.cached_property
     def units_Nu(self) -> IntArray:
         """The dataset indices of every unit of this process."""
-        shard = self.dealt[self.world.rank :: self.world.size]
-        units_Nu: IntArray = shard[: len(shard) - len(shard) % self.unit_size].reshape(-1, self.unit_size)
+        whole = len(self.shard) - len(self.shard) % self.unit_size
+        units_Nu: IntArray = self.shard[:whole].reshape(-1, self.unit_size)
         return units_Nu
 
     @property
@@ -122,7 +126,7 @@ class Lanes:
         size = self.world.size
         length = max(0, self.num_samples * size - self.num_examples)
         if epoch == self.dealt_in:
-            repeated = self.dealt[np.arange(length) % self.num_examples]
+            repeated = self.head[np.arange(length) % len(self.head)]
         else:
             repeated = generator(self.seed, epoch, "padding").integers(self.num_examples, size=length)
         # Position `num_examples + i` of the padded list belongs to rank `(num_examples + i) mod size`.
@@ -131,8 +135,11 @@ class Lanes:
 
     def examples(self, order_N: IntArray, padding: IntArray) -> IntArray:
         """The dataset indices in the order in which an epoch visits them."""
-        rest = self.dealt[self.world.rank :: self.world.size][self.units_Nu.size :]
-        return np.concatenate([self.units_Nu[order_N].reshape(-1), rest, padding])[: self.num_samples]
+        return np.concatenate([self.in_order(order_N), padding])[: self.num_samples]
+
+    def in_order(self, order_N: IntArray) -> IntArray:
+        """All examples of this process: those of its units in this order, then those that fill no unit."""
+        return np.concatenate([self.units_Nu[order_N].reshape(-1), self.shard[self.units_Nu.size :]])
 
     @functools.cached_property
     def unit_of(self) -> IntArray:
@@ -176,7 +183,8 @@ def deal(
                 "so drop_last=True leaves none; use drop_last=False, a smaller batch or fewer processes"
             )
     dealt = dealt.astype(narrowest(num_examples), copy=False)
-    return Lanes(num_examples, world, lanes or world.size, unit_size, num_samples, seed, epoch, dealt)
+    shard, head = dealt[world.rank :: world.size].copy(), dealt[: max(world.size, _HEAD)].copy()
+    return Lanes(num_examples, world, lanes or world.size, unit_size, num_samples, seed, shard, epoch, head)
 
 
 def narrowest(count: int) -> np.dtype[np.signedinteger]:

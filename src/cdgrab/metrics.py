@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cdgrab.balancing.tally import Tally
+from cdgrab.fields import Fields
 
 log = logging.getLogger("cdgrab")
 
@@ -19,7 +20,7 @@ class Meter:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.balanced = 1.0  # share of the trained numbers
-        self.figures = summarise(-1, [], unobserved=0, seconds=0.0, bytes_sent=0, balanced=1.0)
+        self.figures = dict(_NONE)
         self._bytes_before = 0
 
     @contextmanager
@@ -69,3 +70,12 @@ def summarise(
         "bytes": bytes_sent,
         "balanced": balanced,
     }
+
+
+_NONE = summarise(-1, [], unobserved=0, seconds=0.0, bytes_sent=0, balanced=1.0)
+
+
+def loaded_figures(state: Fields) -> dict[str, float]:
+    """The figures that were saved."""
+    whole = {key for key, value in _NONE.items() if type(value) is int}
+    return {key: state.whole(key, least=-(key == "epoch")) if key in whole else state.number(key) for key in _NONE}

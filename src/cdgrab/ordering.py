@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from cdgrab.arguments import whole_number
+from cdgrab.arguments import Fingerprint, whole_number
 from cdgrab.balancing.rules import RuleMaker
 from cdgrab.epochs import Epochs
 from cdgrab.exchange import ExchangeMaker
@@ -22,7 +22,7 @@ from cdgrab.per_example.sketch import DEFAULT_LENGTH
 from cdgrab.sampler import OrderedSampler
 from cdgrab.settings import Settings
 from cdgrab.sources import Attachment, GradientSource, find_source
-from cdgrab.state import VERSION, pack, unpack
+from cdgrab.state import check_config, pack, unpack
 from cdgrab.world import Group, World
 
 log = logging.getLogger("cdgrab")
@@ -51,6 +51,8 @@ class Ordering:
         exchange: How ranks bring their rows together: `"sharded"` (default for `cd-grab`; the price of an all-reduce),
             `"gather"` (default for the other coordinated orders), `"server"`, or a function that makes one from a
             process group.
+        fingerprint: A string that tells this dataset from others, or a function that makes one of the dataset: a hash
+            that it has, its first and last examples. Ranks compare theirs, and a saved state fits only the same one.
         block: Rows to buffer before signs are decided; by default it adapts to their length. It changes cost, not
             results.
 
@@ -77,6 +79,7 @@ class Ordering:
         block: int | None = None,
         group: Group = None,
         exchange: str | ExchangeMaker | None = None,
+        fingerprint: Fingerprint = None,
     ) -> None:
         settings = Settings.checked(
             dataset,
@@ -90,6 +93,7 @@ class Ordering:
             drop_last=drop_last,
             block=block,
             group=group,
+            fingerprint=fingerprint,
         )
         self._settings = settings
         self._attachment: Attachment | None = None
@@ -284,20 +288,22 @@ class Ordering:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The state from which training continues to the bit, at any step: copies of numbers, strings and tensors."""
+        """The state from which training continues to the bit, at any step. Nothing in it changes afterwards."""
         epochs = self._settled()
-        return {
-            "version": VERSION,
-            "config": self._config,
-            "epoch": epochs.epoch,
-            "payload": pack(epochs.state_dict()),
-        }
+        parts = {self.world.rank: epochs.state_dict()}
+        return pack({"config": self._config, "epoch": epochs.epoch, "parts": parts})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. A state that does not fit raises `ValueError` and changes nothing."""
-        epochs = self._settled()
-        payload = unpack(state, self._config, epochs.lanes, form=epochs.intake.form, remembers=self._settings.remembers)
-        epochs.load_state_dict(state["epoch"], payload)
+        epochs, saved = self._settled(), unpack(state)
+        check_config(saved.inside("config"), self._config)
+        parts = saved.inside("parts")
+        if self.world.rank not in parts.values:
+            raise ValueError(
+                f"the state is that of rank {', '.join(map(str, parts.values))}, and this is rank {self.world.rank}; "
+                "every rank must load its own"
+            )
+        epochs.load_state_dict(saved.whole("epoch"), parts.inside(self.world.rank))
 
     def _settled(self) -> Epochs:
         """The epochs, after all pending work of an attached model. Starts no collective: one rank may call it alone."""

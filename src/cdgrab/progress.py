@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cdgrab.fields import Fields, damaged
 from cdgrab.lanes import BoolArray, IntArray, Lanes
 from cdgrab.orders.fill import by_visit
 
@@ -177,14 +178,30 @@ class Progress:
         return np.concatenate([lanes.units_Nu[left_N].reshape(-1), self._rest()[rest_seen:]])
 
     def state_dict(self) -> dict[str, Any]:
-        lines = np.concatenate([np.zeros((0, self._lanes.num_local), dtype=self._order_N.dtype), *self._lines])
-        return {"rows": self._rows, "named": self._named, "lines": torch.from_numpy(lines)}
+        """Rows and, if they are named, the visits: each unit by its place in the order."""
+        empty = np.zeros((0, self._lanes.num_local), dtype=self._order_N.dtype)
+        units_VJ = np.concatenate([empty, *self._lines])
+        place_N = np.full(len(self._order_N) + 1, -1, dtype=self._order_N.dtype)
+        place_N[self._order_N] = np.arange(len(self._order_N), dtype=self._order_N.dtype)
+        return {"rows": self._rows, "named": self._named, "lines": torch.from_numpy(place_N[units_VJ])}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rows, self._named = state["rows"], state["named"]
-        self._lines = [state["lines"].numpy().copy()]
-        units = self._lines[0]
-        self._seen()[units[units >= 0]] = True
+    def load_state_dict(self, state: Fields) -> None:
+        """Load a state of the same order, into a fresh object."""
+        lanes, num_units = self._lanes, len(self._order_N)
+        self._rows, self._named = state.whole("rows", most=lanes.num_rows - 1), state.flag("named")
+        limit = None if self._named else 0
+        places_VJ = state.integers("lines", limit, lanes.num_local, least=-1, end=num_units).numpy()
+        places = places_VJ[places_VJ >= 0]
+        self._lines = [np.where(places_VJ >= 0, self._order_N[places_VJ], -1).astype(self._order_N.dtype)]
+        self._seen()[self._order_N[places]] = True
+        in_lane = (places_VJ < 0) | (lanes.lane_of(places_VJ) == np.arange(lanes.num_local))
+        if (
+            self._num_visited != (len(places) if self._named else min(self._rows, lanes.num_visited))
+            or not in_lane.all()
+        ):
+            raise damaged(f"{state.name('lines')} is no way to visit units once each, in their lanes")
+        if self._named and len(places) > self._rows:
+            raise state.refuse("rows", self._rows, f"at least the {len(places)} units visited")
 
     @property
     def _num_visited(self) -> int:

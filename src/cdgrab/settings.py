@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from cdgrab.arguments import checked_lanes, checked_unit_size, length_of, whole_number
+from cdgrab.arguments import Fingerprint, checked_fingerprint, checked_lanes, checked_unit_size, length_of, whole_number
 from cdgrab.balancing.rules import RuleMaker, find_rule
 from cdgrab.exchange import ExchangeMaker
 from cdgrab.exchange.agreement import check_same
@@ -34,6 +34,7 @@ class Settings:
         order: The name of the order; `spec` is its definition.
         rule: The name of the rule, `"custom"` if it has none; `make_rule` makes one.
         group: The ranks among which data are dealt.
+        fingerprint: What tells the dataset from others, or None.
     """
 
     num_examples: int
@@ -51,6 +52,7 @@ class Settings:
     drop_last: bool
     block: int | None
     group: dist.ProcessGroup | None
+    fingerprint: str | None = None
 
     @classmethod
     def checked(
@@ -67,6 +69,7 @@ class Settings:
         drop_last: bool,
         block: int | None,
         group: Group,
+        fingerprint: Fingerprint = None,
     ) -> Settings:
         """Settings from a user's arguments; raises `ValueError` if one is invalid or they do not fit together."""
         num_examples = length_of(dataset)
@@ -94,6 +97,7 @@ class Settings:
             drop_last=drop_last,
             block=None if block is None else whole_number("block", block, least=1),
             group=ranks,
+            fingerprint=checked_fingerprint(fingerprint, dataset),
         )
         settings._check_world()
         return settings
@@ -169,15 +173,14 @@ class Settings:
             "seed": self.seed,
             "drop_last": self.drop_last,
             "world_size": self.world.size,
-            "rank": self.world.rank,
-            "dealt": zlib.crc32(lanes.dealt.tobytes()),
+            "fingerprint": self.fingerprint,
+            "dealt": zlib.crc32(lanes.head[:1024].tobytes()),
         }
 
     def check_ranks(self, config: dict[str, Any], exchange: str | ExchangeMaker | None) -> None:
         """Raise `ValueError` if ranks were given different arguments."""
         if self.ranks_meet:
-            same = {key: value for key, value in config.items() if key != "rank"}
-            check_same("the ordering", {**same, "exchange": "custom" if callable(exchange) else exchange}, self.group)
+            check_same("the ordering", {**config, "exchange": "custom" if callable(exchange) else exchange}, self.group)
 
     def check_world_is_the_same(self) -> None:
         """Raise `ValueError` if rank or size have changed since the ordering was made."""

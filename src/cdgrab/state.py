@@ -1,89 +1,67 @@
-"""Packs a state for saving, and checks a saved one before it is loaded."""
+"""Packs a state for saving, and checks a saved one before it is loaded.
+
+A state has two entries: a version, and bytes. Bytes do not change while somebody writes them, and one checksum covers
+all of them. `torch.distributed.checkpoint`, which loads only into tensors of the right shape, takes them as they are.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import io
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
-from cdgrab.lanes import Lanes
+from cdgrab.fields import Fields, damaged
 
-VERSION = 5
+VERSION = 6
+_DIGEST = 16  # bytes of the checksum, which come first
 
 
-def pack(payload: dict[str, Any]) -> bytes:
-    """Serialise a payload to bytes.
-
-    `torch.distributed.checkpoint` loads only into tensors of the right shape, and those of a fresh ordering are empty.
-    """
+def pack(content: dict[str, Any]) -> dict[str, Any]:
+    """A state with this content: numbers, strings, tensors, and lists and dicts of them."""
     file = io.BytesIO()
-    torch.save(payload, file)
-    return file.getvalue()
+    torch.save(content, file)
+    body = file.getvalue()
+    return {"version": VERSION, "payload": _checksum(body) + body}
 
 
-def unpack(
-    state: dict[str, Any],
-    config: dict[str, Any],
-    lanes: Lanes,
-    *,
-    form: str,
-    remembers: str | None,
-) -> dict[str, Any]:
-    """Check `state` and return its payload, on the CPU; raises `ValueError` if it does not fit.
-
-    Args:
-        state: The dict that `Ordering.state_dict` returned.
-        config: The values that must agree.
-        lanes: The lanes of this process.
-        form: The form in which gradients come, in words.
-        remembers: The state besides the order that carries over between epochs, in words, or None.
-    """
-    if not isinstance(state, dict):
+def unpack(state: Any) -> Fields:
+    """The content of a state, on the CPU; raises `ValueError` if it is none or damaged."""
+    if not isinstance(state, Mapping):
         raise ValueError(
             f"the state of an ordering is the dict that state_dict() returned; found a {type(state).__name__}"
         )
-    missing = {"version", "config", "epoch", "payload"} - state.keys()
+    missing = {"version", "payload"} - state.keys()
+    if "version" in state and state["version"] != VERSION:
+        raise ValueError(
+            f"the state has version {state['version']!r}, this release of cdgrab reads version {VERSION}; load it with "
+            "the release that saved it"
+        )
     if missing:
         raise ValueError(
             f"the state lacks {', '.join(sorted(missing))}; pass the dict that Ordering.state_dict() returned"
         )
-    if state["version"] != VERSION:
-        raise ValueError(
-            f"the state has version {state['version']}, this release of cdgrab reads version {VERSION}; load it with "
-            "the release that saved it"
-        )
+    payload = state["payload"]
+    if not isinstance(payload, bytes) or _checksum(payload[_DIGEST:]) != payload[:_DIGEST]:
+        raise damaged("its payload is not what was saved, or only a part of it")
+    try:
+        return Fields(torch.load(io.BytesIO(payload[_DIGEST:]), weights_only=True, map_location="cpu"))
+    except Exception as error:
+        raise damaged(f"its payload cannot be read ({error})") from error
+
+
+def check_config(saved: Fields, config: dict[str, Any]) -> None:
+    """Raise `ValueError` unless the values that a state was saved with are those of the ordering."""
     for field, expected in config.items():
-        found = state["config"].get(field)
-        if found != expected:
+        found = saved.raw(field)
+        if type(found) is not type(expected) or found != expected:
             raise ValueError(
                 f"the state was saved with {field}={found!r}, this ordering has {field}={expected!r}; make the "
                 "ordering with the saved value, or start from a fresh order"
             )
-    try:
-        payload: dict[str, Any] = torch.load(io.BytesIO(state["payload"]), weights_only=True, map_location="cpu")
-    except Exception as error:
-        raise ValueError(f"the state is damaged and cannot be read ({error}); load another checkpoint") from error
-    order_N, planned_N = payload["order"].numpy(), np.arange(lanes.num_units)
-    if not np.array_equal(np.sort(order_N), planned_N):
-        raise ValueError(
-            f"the state is damaged: its order is not a permutation of {lanes.num_units} units; load another checkpoint"
-        )
-    if not np.array_equal(lanes.lane_of(order_N), lanes.lane_of(planned_N)):
-        raise ValueError("the state is damaged: its order moves units between lanes; load another checkpoint")
-    _check_source(payload, form, remembers)
-    return payload
 
 
-def _check_source(payload: dict[str, Any], form: str, remembers: str | None) -> None:
-    """Raise `ValueError` if gradients come in another form than the state needs to continue."""
-    if payload["form"] != form:
-        found = f"gradients as {payload['form']}, and this ordering has them as {form}"
-        remedy = "make the ordering, and attach the model before loading, as it was then"
-        if payload["progress"]["rows"]:
-            raise ValueError(
-                f"the state was taken within an epoch with {found}; {remedy}, or load a state taken between epochs"
-            )
-        if remembers is not None:
-            raise ValueError(f"the state was taken with {found}, and {remembers} goes on from earlier epochs; {remedy}")
+def _checksum(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_DIGEST).digest()

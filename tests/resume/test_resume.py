@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from _inputs import randn
 from cdgrab import ORDERS, Ordering
-from cdgrab import state as checkpoint
 
 VECTORS = randn(45, 6)
 STEPS_PER_EPOCH = 4
@@ -125,41 +124,6 @@ def test_a_state_of_another_ordering_is_refused(options: dict[str, Any], message
     before = str(ordering.state_dict())
     with pytest.raises(ValueError, match=message):
         ordering.load_state_dict(saved.state_dict())
-    assert str(ordering.state_dict()) == before
-
-
-def with_a_wrong_order(payload: bytes) -> bytes:
-    contents = torch.load(io.BytesIO(payload))
-    contents["order"].fill_(0)
-    return checkpoint.pack(contents)
-
-
-def with_a_unit_in_another_lane(payload: bytes) -> bytes:
-    contents = torch.load(io.BytesIO(payload))
-    contents["order"][:2] = contents["order"][:2].flip(0)
-    return checkpoint.pack(contents)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda state: state.update(version=99), "the state has version 99, this release of cdgrab reads version 5"),
-        (lambda state: state.pop("payload"), "the state lacks payload"),
-        (lambda state: state.update(payload=state["payload"][:500]), "the state is damaged and cannot be read"),
-        (lambda state: state.update(payload=with_a_wrong_order(state["payload"])), "not a permutation of 45 units"),
-        (
-            lambda state: state.update(payload=with_a_unit_in_another_lane(state["payload"])),
-            "moves units between lanes",
-        ),
-    ],
-)
-def test_a_damaged_state_is_refused(damage: Callable[[dict[str, Any]], None], message: str) -> None:
-    ordering = EVERY_ORDERING["cd-grab"]()
-    run(ordering, 3)
-    state, before = ordering.state_dict(), str(ordering.state_dict())
-    damage(state)
-    with pytest.raises(ValueError, match=message):
-        ordering.load_state_dict(state)
     assert str(ordering.state_dict()) == before
 
 

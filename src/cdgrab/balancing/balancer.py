@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from cdgrab.accel import numba_balancing as compiled
 from cdgrab.balancing import tables
-from cdgrab.balancing.rules import Rule, thresholds_of
+from cdgrab.balancing.rules import Rule, load_rule, thresholds_of
 from cdgrab.balancing.tables import Differences, balance
 from cdgrab.balancing.tally import Tally, Witness
+from cdgrab.fields import Fields
 from cdgrab.orders.fill import SignArray
 
 Signs = SignArray | Tensor
@@ -46,6 +48,21 @@ class Balancer:
         self.running_sum.zero_()
         self.tally, self.witness = Tally(), Witness()
         self.rule.start_epoch(epoch, num_rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "running_sum": self.running_sum.clone(),
+            "tally": asdict(self.tally.settled()),
+            "witness": self.witness.state_dict(),
+            "rule": self.rule.state_dict(),
+        }
+
+    def load_state_dict(self, state: Fields, dim: int, dtype: torch.dtype) -> None:
+        """Load the state of rows of `dim` numbers, witnesses among them; 0 if there has been none."""
+        self.running_sum = state.tensor("running_sum", (0, max(0, dim - self.watched)), dtype=dtype)
+        self.tally = Tally.loaded(state.inside("tally"))
+        self.witness = Witness.loaded(state.inside("witness"), self.watched)
+        load_rule(self.rule, state.inside("rule"))
 
     def balance(self, rows_KD: Tensor) -> Signs:
         """Decide the signs of the next rows (float32 or float64; nothing is kept by reference).

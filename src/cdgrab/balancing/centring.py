@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cdgrab.fields import Fields
 from cdgrab.lanes import BoolArray
 
 
@@ -32,6 +33,10 @@ class Centring(Protocol):
 
     units_per_row: int
 
+    @property
+    def holds(self) -> int:
+        """The number of visits whose rows wait for others."""
+
     def start_epoch(self) -> None: ...
 
     def add(self, rows_mLD: Tensor, counts_mL: BoolArray | None) -> Iterator[Centred]:
@@ -39,7 +44,8 @@ class Centring(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: Fields, dim: int, dtype: torch.dtype) -> None:
+        """Load the state of rows of `dim` numbers; 0 if there has been none."""
 
 
 class PairDifferences:
@@ -54,6 +60,10 @@ class PairDifferences:
         self._buffer_LD = torch.zeros(num_lanes, 0)
         self._buffer_counts_L = np.ones(num_lanes, dtype=bool)
         self._is_waiting = False
+
+    @property
+    def holds(self) -> int:
+        return int(self._is_waiting)
 
     def start_epoch(self) -> None:
         self._is_waiting = False
@@ -76,15 +86,16 @@ class PairDifferences:
 
     def state_dict(self) -> dict[str, Any]:
         # Rows that wait for a partner are state. Otherwise the buffer holds rows of an earlier pair.
-        buffer = self._buffer_LD if self._is_waiting else self._buffer_LD[:0]
+        buffer = self._buffer_LD if self._is_waiting else self._buffer_LD[:0, :0]
         counts = torch.from_numpy(self._buffer_counts_L.copy())
         return {"held": buffer.clone(), "counts": counts, "holding": self._is_waiting}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        buffer_LD, self._is_waiting = state["held"], state["holding"]
-        self._buffer_counts_L = state["counts"].cpu().numpy().copy()
+    def load_state_dict(self, state: Fields, dim: int, dtype: torch.dtype) -> None:
         num_lanes = len(self._buffer_counts_L)
-        self._buffer_LD = buffer_LD.clone() if self._is_waiting else buffer_LD.new_zeros(num_lanes, buffer_LD.shape[1])
+        self._is_waiting = state.flag("holding")
+        self._buffer_counts_L = state.tensor("counts", num_lanes, dtype=torch.bool).cpu().numpy()
+        held_LD = state.tensor("held", num_lanes * self._is_waiting, dim * self._is_waiting, dtype=dtype)
+        self._buffer_LD = held_LD if self._is_waiting else self._buffer_LD
 
 
 class MeanCentred:
@@ -95,6 +106,7 @@ class MeanCentred:
     """
 
     units_per_row = 1
+    holds = 0
 
     def __init__(self, num_lanes: int) -> None:
         self._mean_LD = torch.zeros(num_lanes, 0)
@@ -125,8 +137,11 @@ class MeanCentred:
     def state_dict(self) -> dict[str, Any]:
         return {"mean": self._mean_LD.clone(), "total": self._total_LD.clone(), "count": self._count_L.clone()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._mean_LD, self._total_LD, self._count_L = (state[key].clone() for key in ("mean", "total", "count"))
+    def load_state_dict(self, state: Fields, dim: int, dtype: torch.dtype) -> None:
+        num_lanes = len(self._count_L)
+        mean_LD = state.tensor("mean", num_lanes, (0, dim), dtype=dtype)
+        self._mean_LD, self._total_LD = mean_LD, state.tensor("total", *mean_LD.shape, dtype=dtype)
+        self._count_L = state.tensor("count", num_lanes, dtype=dtype if mean_LD.shape[1] else torch.float32)
 
 
 def _or_none(lanes_pL: BoolArray | None) -> BoolArray | None:

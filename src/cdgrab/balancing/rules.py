@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cdgrab.fields import Fields, damaged
+
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -88,8 +90,9 @@ class Walk:
         return {"rng": copy.deepcopy(self._rng.bit_generator.state), "largest": self._largest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rng.bit_generator.state = state["rng"]
-        self._largest = state["largest"]
+        found = Fields(state)
+        self._largest = found.number("largest", least=0.0)
+        load_generator(self._rng, found.inside("rng"))
 
 
 class Halving:
@@ -153,9 +156,10 @@ class Halving:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rng.bit_generator.state = state["rng"]
-        self._epoch, self._num_rows = state["epoch"], state["num_rows"]
-        self._row, self._v = state["row"], state["v"]
+        found = Fields(state)
+        self._epoch, self._num_rows = found.whole("epoch", least=1), found.whole("num_rows", least=1)
+        self._row, self._v = found.whole("row"), found.number("v", least=0.0)
+        load_generator(self._rng, found.inside("rng"))
 
 
 def thresholds_of(rule: Rule, num_rows: int, lengths: Callable[[], FloatArray]) -> FloatArray:
@@ -167,6 +171,24 @@ def thresholds_of(rule: Rule, num_rows: int, lengths: Callable[[], FloatArray]) 
             f"{num_rows} rows; its thresholds() must return one number for each of them, and no NaN"
         )
     return found.astype(np.float64, copy=False)
+
+
+def load_rule(rule: Rule, state: Fields) -> None:
+    """Load the state of a rule; whatever it raises becomes a `ValueError` that names the field."""
+    try:
+        rule.load_state_dict(dict(state.values))
+    except Exception as error:
+        raise damaged(f"{state.name(type(rule).__name__)} cannot be read ({error!r})") from error
+
+
+def load_generator(rng: np.random.Generator, state: Fields) -> None:
+    """Load the state of a random generator."""
+    inner = state.inside("state")
+    for key in inner.values:
+        inner.whole(key, most=2**128 - 1)
+    for key in ("has_uint32", "uinteger"):
+        state.whole(key, most=2**32 - 1)
+    rng.bit_generator.state = state.values
 
 
 RuleMaker = Callable[[np.random.Generator], Rule]

@@ -9,7 +9,6 @@ Shapes: `m` visits, `p` balancing rows of each lane, `L` lanes, `D` dimensions; 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +19,8 @@ from cdgrab.accel import numba_balancing as compiled
 from cdgrab.balancing.balancer import Balancer, Signs
 from cdgrab.balancing.centring import CENTRINGS
 from cdgrab.balancing.rules import Rule, RuleMaker
-from cdgrab.balancing.tally import Tally, Witness
+from cdgrab.balancing.tally import Tally
+from cdgrab.fields import Fields
 from cdgrab.lanes import BoolArray, IntArray
 from cdgrab.orders import Balanced, Free, Herded, OrderSpec
 from cdgrab.orders.decisions import Decisions
@@ -69,9 +69,14 @@ class Sorter(Protocol):
 
     def tallies(self) -> list[Tally]: ...
 
+    @property
+    def visits(self) -> int:
+        """The number of visits whose rows have come."""
+
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: Fields, dim: int, dtype: torch.dtype) -> None:
+        """Load a state into a fresh sorter, of rows of `dim` numbers; 0 if there has been none."""
 
 
 class SignSorter:
@@ -131,6 +136,10 @@ class SignSorter:
             self._balance(rows_mLD)
             return
         self._fit_buffer(rows_mLD)
+        self._buffer(rows_mLD)
+
+    def _buffer(self, rows_mLD: Tensor) -> None:
+        """Buffer rows; balance them whenever the buffer is full."""
         start, visits, room = 0, len(rows_mLD), len(self._buffer_VLD)
         while start < visits:
             taken = min(visits - start, room - self._num_buffered)
@@ -204,30 +213,28 @@ class SignSorter:
         if self._buffer_VLD.shape[2] != rows_mLD.shape[2]:
             self._buffer_VLD = rows_mLD.new_zeros(self.visits_together(rows_mLD), *rows_mLD.shape[1:])
 
+    @property
+    def visits(self) -> int:
+        return self.decisions.visits + self._centring.holds + self._num_buffered
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "centring": self._centring.state_dict(),
-            "room": len(self._buffer_VLD),
-            "waiting": self._buffer_VLD[: self._num_buffered].clone(),
+            "waiting": self._buffer_VLD[: self._num_buffered, :, : None if self._num_buffered else 0].clone(),
             "decisions": self.decisions.state_dict(),
-            "running_sums": [balancer.running_sum.clone() for balancer in self._balancers],
-            "tallies": [asdict(balancer.tally.settled()) for balancer in self._balancers],
-            "witnesses": [balancer.witness.state_dict() for balancer in self._balancers],
-            "rules": [balancer.rule.state_dict() for balancer in self._balancers],
+            "balancers": [balancer.state_dict() for balancer in self._balancers],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._centring.load_state_dict(state["centring"])
-        waiting = state["waiting"]
-        self._num_buffered = waiting.shape[0]
-        self._buffer_VLD = waiting.new_zeros(state["room"], *waiting.shape[1:])
-        self._buffer_VLD[: self._num_buffered] = waiting
-        self.decisions.load_state_dict(state["decisions"])
-        for i, balancer in enumerate(self._balancers):
-            balancer.running_sum = state["running_sums"][i].clone()
-            balancer.tally = Tally(**state["tallies"][i])
-            balancer.witness = Witness(**state["witnesses"][i])
-            balancer.rule.load_state_dict(state["rules"][i])
+    def load_state_dict(self, state: Fields, dim: int, dtype: torch.dtype) -> None:
+        self._centring.load_state_dict(state.inside("centring"), dim, dtype)
+        waiting_VLD = state.tensor("waiting", None, self._buffer_VLD.shape[1], (0, dim), dtype=dtype)
+        if len(waiting_VLD) and not waiting_VLD.numel():
+            raise state.refuse("waiting", waiting_VLD, "rows with numbers")
+        self.decisions.load_state_dict(state.inside("decisions"))
+        for balancer, saved in zip(self._balancers, state.each("balancers", len(self._balancers)), strict=True):
+            balancer.load_state_dict(saved, dim, dtype)
+        self._fit_buffer(waiting_VLD)
+        self._buffer(waiting_VLD)
 
 
 class HerdingSorter:
@@ -267,11 +274,22 @@ class HerdingSorter:
         nonfinite = rows - sum(len(herded) for herded in self._herded)
         return [Tally(rows=rows, nonfinite=nonfinite, sum_lengths=math.nan)]  # there is no running sum
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": [torch.stack(rows).clone() if rows else torch.zeros(0, 0) for rows in self._rows]}
+    @property
+    def visits(self) -> int:
+        return max(map(len, self._rows))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rows = [list(rows.clone()) for rows in state["rows"]]
+    def state_dict(self) -> dict[str, Any]:
+        rows = [row for lane in self._rows for row in lane]
+        return {
+            "lengths": torch.tensor([len(lane) for lane in self._rows]),
+            "rows": torch.stack(rows) if rows else torch.zeros(0, 0),
+        }
+
+    def load_state_dict(self, state: Fields, dim: int, dtype: torch.dtype) -> None:
+        lengths = state.integers("lengths", len(self._rows), least=0, end=2**40).tolist()
+        total = sum(lengths)
+        rows = state.tensor("rows", total, dim if total else 0, dtype=dtype)
+        self._rows = [list(lane) for lane in rows.split(lengths)]
 
 
 def make_sorter(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cdgrab.balancing.rules import FloatArray
+from cdgrab.fields import Fields
 from cdgrab.orders.fill import SignArray
 
 WITNESS_SHARE = 8  # one in so many numbers of a sketch is a witness
@@ -59,6 +60,12 @@ class Tally:
             self._uncounted.append(torch.cat(parts, dim=1).cpu().numpy())
         self._count()
         return self
+
+    @classmethod
+    def loaded(cls, state: Fields) -> Tally:
+        """The tally that was saved, as a dict of its attributes."""
+        counts = [state.whole(key) for key in ("rows", "flipped", "nonfinite")]
+        return cls(*counts, *(state.number(key) for key in ("norm2", "max_norm2", "sum_lengths")))
 
     def _count(self) -> None:
         # ||r + e d||^2 = ||r||^2 + 2 e <r, d> + ||d||^2, summed one by one, so that the parts' sizes do not matter.
@@ -106,3 +113,9 @@ class Witness:
             "max_norm2": self.max_norm2.clone(),
             "sum_lengths": self.sum_lengths.clone(),
         }
+
+    @classmethod
+    def loaded(cls, state: Fields, watched: int) -> Witness:
+        """The witness that was saved, of so many numbers."""
+        running_sum = state.tensor("running_sum", (0, watched), dtype=torch.float64)
+        return cls(running_sum, *(state.tensor(key, dtype=torch.float64) for key in ("max_norm2", "sum_lengths")))

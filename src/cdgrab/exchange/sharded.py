@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdgrab.balancing.rules import Rule, RuleMaker
+from cdgrab.balancing.rules import Rule, RuleMaker, load_rule
 from cdgrab.balancing.tables import advance, balance, difference_table
 from cdgrab.balancing.tally import Tally
 from cdgrab.exchange.base import Exchange
 from cdgrab.exchange.gather import Gather, by_lane
+from cdgrab.fields import Fields, damaged
 from cdgrab.lanes import BoolArray, IntArray
 from cdgrab.orders.decisions import Decisions
 from cdgrab.orders.fill import next_order, padded
@@ -146,6 +147,11 @@ class ShardedPairs:
         room = self.room(name, slices_Lc.shape[1], slices_Lc)
         if room is None:
             stored = self.store[name]
+            if stored.rows_Lc.shape != slices_Lc.shape:  # compiled code would write past the end
+                raise ValueError(
+                    f"bucket {name} has {slices_Lc.shape[1]} numbers on this rank, and the loaded state has "
+                    f"{stored.rows_Lc.shape[1]}; attach the model that was saved"
+                )
             self._tables.append(difference_table(stored.rows_Lc, slices_Lc, stored.running_sum_c))
         elif room.data_ptr() != slices_Lc.data_ptr():
             room.copy_(slices_Lc)
@@ -208,6 +214,11 @@ class ShardedPairs:
     def tallies(self) -> list[Tally]:
         return [self._tally.settled()]
 
+    @property
+    def visits(self) -> int:
+        self.resolve()
+        return self.decisions.visits + (self._first_L is not None)
+
     def state_dict(self) -> dict[str, Any]:
         self.resolve()
         waiting = self._first_L is not None
@@ -225,16 +236,28 @@ class ShardedPairs:
             "rule": self._rule.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Fields, dim: int, dtype: torch.dtype) -> None:
         self._pending, self._tables = None, []
-        self._first_L = state["first"].cpu().numpy().copy() if state["second"] else None
-        rows = state["differences"]
-        self.store = {
-            name: StoredSlices(
-                rows[name].clone() if state["second"] else sums.new_zeros(self._num_lanes, len(sums)), sums.clone()
-            )
-            for name, sums in state["running_sum"].items()
-        }
-        self.decisions.load_state_dict(state["decisions"])
-        self._tally = Tally(**state["tally"])
-        self._rule.load_state_dict(state["rule"])
+        waiting = state.flag("second")
+        first_L = state.tensor("first", self._num_lanes, dtype=torch.bool).cpu().numpy()
+        self._first_L = first_L if waiting else None
+        sums, rows = state.inside("running_sum"), state.inside("differences")
+        if sums.values.keys() != rows.values.keys() or (dim and "row" not in sums.values):
+            raise damaged(f"{state.name('running_sum')} and its differences are not those of the same rows")
+        self.store = {}
+        for name in sums.values:
+            if not (
+                name == "row" or all(type(number) is int for number in (name if isinstance(name, tuple) else [name]))
+            ):
+                raise state.refuse("running_sum", name, "names of buckets")
+            # A bucket of a wrapped model has a width that is known only there.
+            width = math.ceil(dim / dist.get_world_size(self._exchange.group)) if name == "row" else None
+            types = (torch.float32, torch.float64)
+            found = next((t for t in types if t == getattr(sums.raw(name), "dtype", None)), dtype)
+            running_sum_c = sums.tensor(name, width, dtype=found)
+            rows_Lc = rows.tensor(name, self._num_lanes * waiting, len(running_sum_c), dtype=found)
+            empty_Lc = running_sum_c.new_zeros(self._num_lanes, len(running_sum_c))
+            self.store[name] = StoredSlices(rows_Lc if waiting else empty_Lc, running_sum_c)
+        self.decisions.load_state_dict(state.inside("decisions"))
+        self._tally = Tally.loaded(state.inside("tally"))
+        load_rule(self._rule, state.inside("rule"))

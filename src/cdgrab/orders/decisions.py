@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cdgrab.fields import Fields
 from cdgrab.lanes import BoolArray
 from cdgrab.orders.fill import SignArray, pair_signs
 
@@ -53,11 +54,33 @@ class Decisions:
         """A checksum of all signs: ranks compare theirs."""
         return zlib.crc32(self.joined().tobytes())
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"signs": torch.from_numpy(self.joined().copy())}
+    @property
+    def visits(self) -> int:
+        """The number of visits that have signs."""
+        lines = len(self.joined())
+        return 2 * lines if self._paired else lines
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pending, self._signs = [], [state["signs"].cpu().numpy().copy()]
+    def state_dict(self) -> dict[str, Any]:
+        """One bit a sign; another if there are lanes without."""
+        signs_PL = self.joined()
+        none = signs_PL == 0
+        return {
+            "lines": len(signs_PL),
+            "minus": torch.from_numpy(np.packbits(signs_PL < 0)),
+            "none": torch.from_numpy(np.packbits(none) if none.any() else np.zeros(0, dtype=np.uint8)),
+        }
+
+    def load_state_dict(self, state: Fields) -> None:
+        lines = state.whole("lines")
+        number = lines * self._num_lanes
+        length = -(-number // 8)
+        minus = np.unpackbits(state.tensor("minus", length, dtype=torch.uint8).cpu().numpy(), count=number)
+        signs_N = 1 - 2 * minus.astype(np.int8)
+        none = state.tensor("none", None, dtype=torch.uint8)
+        if len(none):
+            none = state.tensor("none", length, dtype=torch.uint8)
+            signs_N[np.unpackbits(none.cpu().numpy(), count=number).astype(bool)] = 0
+        self._pending, self._signs = [], [signs_N.reshape(lines, self._num_lanes)]
 
     def _fetch(self) -> None:
         """Turn the pending signs into lines; those on a device come in one transfer."""

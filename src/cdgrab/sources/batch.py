@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cdgrab.sources.port import Attachment, Port
-from cdgrab.sources.wrappers import check_same_model, is_fully_sharded, unwrapped
+from cdgrab.sources.wrappers import check_same_model, digest_of, is_fully_sharded, unwrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,9 @@ class BatchSource:
                     "examples: unit_size=1 and attach(model, source='sketch')"
                 )
             settings = port.settings
-        port.expect(None)
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        trained = {name: p.shape for name, p in inner.named_parameters() if p.requires_grad}
+        port.expect(None, model=digest_of(trained))
         if isinstance(model, DistributedDataParallel):
             return self._attach_ddp(port, model)
         if self.hook is not None:

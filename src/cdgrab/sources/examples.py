@@ -19,7 +19,7 @@ from cdgrab.per_example.row_builders import SketchedRows, WholeRows
 from cdgrab.per_example.sketch import DEFAULT_LENGTH, Sketch, checked_length
 from cdgrab.sources.follow import FollowedModel
 from cdgrab.sources.port import Attachment, Port
-from cdgrab.sources.wrappers import check_same_model, is_sharded, unwrapped
+from cdgrab.sources.wrappers import check_same_model, digest_of, is_sharded, unwrapped
 
 log = logging.getLogger("cdgrab")
 
@@ -45,7 +45,7 @@ class PerExampleSource:
 
         def watch(anew: bool) -> ExampleCapture:
             plan, coverage = _planned(hooked, self.strict)
-            port.expect(None, anew=anew)
+            port.expect(None, model=digest_of(plan.shapes), anew=anew)
             mean = self.reduction == "mean"
             return ExampleCapture(port, plan, coverage, WholeRows(plan.shapes), mean=mean)
 
@@ -77,7 +77,7 @@ class SketchSource:
         def watch(anew: bool) -> ExampleCapture:
             plan, coverage = _planned(hooked, self.strict)
             sketch = Sketch(plan.shapes, plan.matrices, self.length, port.settings.seed)
-            port.expect(Sketched(sketch.length, sketch.watched), anew=anew)
+            port.expect(Sketched(sketch.length, sketch.watched), model=digest_of(plan.shapes), anew=anew)
             if not anew and port.settings.world.rank == 0:
                 log.info(
                     "single examples are ordered by sketches of %d numbers, which add at most about %.0f %% to the "

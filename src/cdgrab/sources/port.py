@@ -82,8 +82,10 @@ class Port(Protocol):
     def examples_due(self) -> int:
         """The number of examples in the batch under way, if units are single examples."""
 
-    def expect(self, sketched: Sketched | None, *, anew: bool = False) -> None:
+    def expect(self, sketched: Sketched | None, *, model: str | None = None, anew: bool = False) -> None:
         """Announce whole rows (None) or sketches from now on. Starts no collective.
+
+        `model` is a digest of the parameters whose gradients come, in order: a state within an epoch fits only those.
 
         Raises `ValueError` if that changes within an epoch. Between epochs the draws of the rule continue. With `anew`
         rows are of other parameters than before, even if their form is the same.

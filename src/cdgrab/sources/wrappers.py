@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -51,6 +52,11 @@ def is_fully_sharded(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def digest_of(shapes: Mapping[str, Sequence[int]]) -> str:
+    """A short digest of the names and shapes of parameters, in order."""
+    return f"{zlib.crc32(str([(name, *shape) for name, shape in shapes.items()]).encode()):08x}"
 
 
 def check_same_model(model: nn.Module, group: dist.ProcessGroup | None, **more: Any) -> None:
