@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, DistributedSampler
 
+from cdgrab.fields import Fields
+from cdgrab.lanes import IntArray
 from cdgrab.settings import Settings
 
 if TYPE_CHECKING:
@@ -35,14 +38,47 @@ class OrderedSampler(DistributedSampler[Any]):
         self._ordering, self._settings = ordering, settings
         super().__init__(dataset, world.size, world.rank, seed=ordering.seed, drop_last=ordering.drop_last)  # type: ignore[arg-type]
         self._stood_at: list[tuple[int, int]] = []
+        self._given: _Given | None = None
+        self._resumed: tuple[int, int] | None = None  # where a loader says that it stood
 
     def __iter__(self) -> Iterator[int]:
         self._settings.check_world_is_the_same()
         self._notice_a_standstill()
         left = self._ordering.remaining()
-        # Some at a time: a list of all of them would take several times the memory of the array.
-        parts = (left[start : start + _AT_A_TIME].tolist() for start in range(0, len(left), _AT_A_TIME))
-        return itertools.chain.from_iterable(parts)
+        left = left[self._to_skip() :]
+        self._given = _Given(self._ordering.epoch, self.num_samples - len(left), left)
+        return itertools.chain.from_iterable(self._given)
+
+    def state_dict(self) -> dict[str, int]:
+        """How far the latest iterator is, for loaders that save their own state. It does not replace the ordering's."""
+        given = self._given
+        if given is None or (given.epoch, given.place) < self._observed():
+            return dict(zip(("epoch", "place"), self._observed(), strict=True))
+        return {"epoch": given.epoch, "place": given.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Expect to stand where a loader stood. The next iterator raises `ValueError` if the ordering does not."""
+        found = Fields(state)
+        epoch, place = found.whole("epoch"), found.whole("place")
+        self._resumed = (epoch + 1, 0) if place >= self.num_samples else (epoch, place)
+
+    def _observed(self) -> tuple[int, int]:
+        """The epoch, and how many of its examples have been observed."""
+        return self._ordering.epoch, self.num_samples - self._ordering.examples_left
+
+    def _to_skip(self) -> int:
+        """The number of examples that a resumed loader has delivered, and nobody had to observe."""
+        resumed, self._resumed = self._resumed, None
+        (epoch, place), orders_freely = self._observed(), not self._settings.spec.needs_gradients
+        if resumed is None or resumed == (epoch, place):
+            return 0
+        if orders_freely and resumed[0] == epoch and place == 0:
+            return resumed[1]
+        raise ValueError(
+            f"the loader was saved in epoch {resumed[0]} after {resumed[1]} examples, and the ordering stands in epoch "
+            f"{epoch} after {place}; load the state that the ordering had at the same step, too (and leave "
+            "snapshot_every_n_steps of the loader at 1), or the state of the ordering alone"
+        )
 
     def __len__(self) -> int:
         """The number of examples in a whole epoch: `len(loader)` must not change while a loop uses it."""
@@ -92,6 +128,8 @@ class OrderedSampler(DistributedSampler[Any]):
         """
         ordering = self._ordering
         here = (ordering.epoch, ordering.examples_left)
+        if self._given is not None and not self._given.begun:
+            return  # loaders that restore a state make iterators of which they take nothing
         if not 0 < ordering.examples_left < min(ordering.batch_size, ordering.examples_per_epoch):
             return
         self._stood_at = [*self._stood_at, here] if here in self._stood_at else [here]
@@ -103,6 +141,36 @@ class OrderedSampler(DistributedSampler[Any]):
         if len(self._stood_at) > 2:
             raise RuntimeError(message)
         log.warning(message)
+
+
+class _Given:
+    """The examples that an iterator gives, some at a time: a list of all of them would take several times the memory.
+
+    Attributes:
+        epoch: The epoch they belong to.
+    """
+
+    def __init__(self, epoch: int, start: int, examples: IntArray) -> None:
+        self.epoch, self._examples = epoch, examples
+        self._start = self._end = start
+        self._part: Iterator[int] = iter([])
+
+    @property
+    def place(self) -> int:
+        """How many examples of the epoch have been given. The iterator knows what is left, so nobody has to count."""
+        return self._end - operator.length_hint(self._part)
+
+    @property
+    def begun(self) -> bool:
+        """Whether any example has been given."""
+        return self._end > self._start
+
+    def __iter__(self) -> Iterator[Iterator[int]]:
+        for start in range(0, len(self._examples), _AT_A_TIME):
+            part = self._examples[start : start + _AT_A_TIME].tolist()
+            self._part = iter(part)
+            self._end += len(part)
+            yield self._part
 
 
 __all__ = ["OrderedSampler"]
