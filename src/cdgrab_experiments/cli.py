@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import cdgrab
@@ -31,7 +32,7 @@ from cdgrab_experiments.config import RunConfig
 from cdgrab_experiments.download import download as fetch
 from cdgrab_experiments.interrupts import interruptible
 from cdgrab_experiments.recipes import HERDING, HERDING_TITLE, RECIPES, find_recipe
-from cdgrab_experiments.records import Run, load_all
+from cdgrab_experiments.records import Run, load_readable
 from cdgrab_experiments.runner import Interrupted, Place, check_writable, estimate
 from cdgrab_experiments.tasks import TASKS
 from cdgrab_experiments.theory.cli import verify
@@ -196,8 +197,14 @@ def report(
     """Write one page with charts, tables and commands; beside it the tables as text and figures as PNG and PDF."""
     from cdgrab_experiments.report import write_report
 
-    page = write_report(folder, out or folder)
-    Console().print(f"Written to {page}", highlight=False, markup=False, soft_wrap=True)
+    left_out: list[str] = []
+    page = write_report(folder, out or folder, left_out.append)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for line in left_out:
+        console.print(line)
+    console.print(f"Written to {page}")
+    if left_out:
+        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: cdgrab data --download m4-weekly")
@@ -286,19 +293,21 @@ def show(runs: list[Run], console: Console) -> None:
     """Tables and verdicts."""
     for comparison in compared(runs):
         found = table(comparison)
-        shown = Table(title=f"{comparison.title}: {comparison.any_run.info.data}", title_justify="left")
+        shown = Table(title=escape(f"{comparison.title}: {comparison.any_run.info.data}"), title_justify="left")
         for number, column in enumerate(found.header):
-            shown.add_column(column, justify="right" if number else "left")
+            shown.add_column(escape(column), justify="right" if number else "left")
         for row in found.rows:
-            shown.add_row(*(f"{cell.main}\n[dim]{cell.sub}[/]" if cell.sub else cell.main for cell in row))
+            shown.add_row(*(f"{escape(c.main)}\n[dim]{escape(c.sub)}[/]" if c.sub else escape(c.main) for c in row))
         console.print(shown, highlight=False)
         for text in [*(verdict.text for verdict in verdicts(comparison)), *comparison.notes]:
-            console.print(f"- {text}", highlight=False, soft_wrap=True)
+            console.print(f"- {text}", highlight=False, markup=False, soft_wrap=True)
     console.print(LEGEND.format(RIVAL), style="dim", highlight=False)
     for run in runs:
         if run.info.stopped:
             console.print(
-                f"{run.config.title}, {run.config.contender}, seed {run.config.seed}: {run.info.stopped}", style="red"
+                f"{run.config.title}, {run.config.contender}, seed {run.config.seed}: {run.info.stopped}",
+                style="red",
+                markup=False,
             )
 
 
@@ -307,7 +316,8 @@ def _foretell(todo: list[RunConfig], place: Place, console: Console, jobs: int) 
     for column in ("run", "epochs", "about"):
         listing.add_column(column, justify="left" if column == "run" else "right")
     known: dict[RunConfig, float] = {}
-    there = {run.config for run in load_all(place.results) if run.complete} if place.results.exists() else set()
+    runs = load_readable(place.results)[0] if place.results.exists() else []
+    there = {run.config for run in runs if run.complete}
     total = 0.0
     for config in todo:
         alike = replace(config, seed=0)

@@ -18,6 +18,7 @@ from cdgrab_experiments.config import RunConfig
 from cdgrab_experiments.records import EpochRecord, Run, settings
 
 RIVAL = "rr"
+LARGEST = 1e100  # beyond it sums of squares may overflow; only a run that diverges comes there
 _SECONDS = [field.name for field in fields(EpochRecord) if field.name.startswith("seconds")]
 
 
@@ -39,8 +40,8 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate | None:
-        """None if there are no values; values that are no numbers count as absent."""
-        values = [value for value in values if math.isfinite(value)]
+        """None if there are no values; values that are no numbers, or whose sums are none, count as absent."""
+        values = [value for value in values if abs(value) < LARGEST]
         if not values:
             return None
         if len(values) == 1:

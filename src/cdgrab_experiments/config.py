@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from cdgrab_experiments.schema import build
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,9 @@ class RunConfig:
         return f"{what}_w{self.workers}_seed{self.seed}_{digest}"
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> RunConfig:
-        known = {field.name for field in fields(cls)}
-        if found.keys() != known:
-            raise ValueError(f"the configuration has the fields {sorted(found)}; expected {sorted(known)}")
-        return cls(**found)
+    def from_dict(cls, found: Any) -> RunConfig:
+        """The configuration in a record; raises `ValueError` for what cannot be one."""
+        made = build(cls, found)
+        if min(made.workers, made.batch_size) < 1 or min(made.epochs, made.seed) < 0:
+            raise ValueError("workers and batch_size must be at least 1, epochs and seed at least 0")
+        return made

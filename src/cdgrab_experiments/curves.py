@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from cdgrab_experiments.compare import finished, metric_of
+from cdgrab_experiments.compare import LARGEST, finished, metric_of
 from cdgrab_experiments.records import EpochRecord, Run
 
 Array = npt.NDArray[np.float64]
@@ -103,7 +103,7 @@ def time_split(runs: Mapping[int, Run]) -> dict[str, float] | None:
 
 def _band(values: Array) -> Band | None:
     """None if there is no number at all."""
-    values = np.where(np.isfinite(values), values, np.nan)
+    values = np.where(np.abs(values) < LARGEST, values, np.nan)
     if np.isnan(values).all():
         return None
     with warnings.catch_warnings():

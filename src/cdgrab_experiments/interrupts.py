@@ -7,11 +7,14 @@ and asked for after every epoch.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 _asked = False
+_held = False
 
 
 def interruptible() -> None:
@@ -32,7 +35,22 @@ def stop_if_asked() -> None:
         raise KeyboardInterrupt
 
 
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let what must be finished be finished: a request to stop waits for the end of the block, and is raised there."""
+    global _held, _asked
+    before, _asked, _held = _asked, False, True
+    try:
+        yield
+    finally:
+        _held = False
+        meanwhile, _asked = _asked, _asked or before
+    if meanwhile:
+        raise KeyboardInterrupt
+
+
 def _ask(*_: Any) -> None:
     global _asked
     _asked = True
-    raise KeyboardInterrupt
+    if not _held:
+        raise KeyboardInterrupt

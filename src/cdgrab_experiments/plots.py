@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from PIL import Image
 from cdgrab_experiments.compare import Comparison
 from cdgrab_experiments.curves import Array, Band, Curve, curves, time_split
 from cdgrab_experiments.looks import Look, looks
+from cdgrab_experiments.whole_files import write_whole
 
 DPI = 96
 STYLE: Any = {
@@ -60,11 +62,14 @@ def write_figures(comparisons: Sequence[Comparison], folder: Path) -> list[Path]
         used.add(name)
         return folder / name
 
-    for comparison in comparisons:
-        written += training([comparison], stem(f"{comparison.title} training"))
-        written += ordering(comparison, stem(f"{comparison.title} ordering"))
-    for group in by_workers(comparisons):
-        written += workers(group, stem(f"{task_title(group[0])} by workers"))
+    with warnings.catch_warnings():
+        # Names in records may be in any script, and of any length.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font|Tight layout not applied", UserWarning)
+        for comparison in comparisons:
+            written += training([comparison], stem(f"{comparison.title} training"))
+            written += ordering(comparison, stem(f"{comparison.title} ordering"))
+        for group in by_workers(comparisons):
+            written += workers(group, stem(f"{task_title(group[0])} by workers"))
     return written
 
 
@@ -88,7 +93,7 @@ def training(comparisons: Sequence[Comparison], stem: Path) -> list[Path]:
             _panel(axes[1], found, chosen, quantity, "seconds", what, log=known)
             _panel(axes[2], found, chosen, "metric", "epochs", comparison.any_run.info.metric, log=False)
             axes[1].set_ylim(axes[0].get_ylim())
-            axes[0].set_title(comparison.title, loc="left", fontweight="bold", color="#222222")
+            axes[0].set_title(plain(comparison.title), loc="left", fontweight="bold", color="#222222")
         return _finish(figure, grid, stem, chosen)
 
 
@@ -109,7 +114,7 @@ def ordering(comparison: Comparison, stem: Path) -> list[Path]:
             _panel(axes[0], some, chosen, balance, "epochs", balance.replace("_", " "), log=True, zoom=False)
         if split:
             _time_bars(axes[-1], split)
-        axes[0].set_title(comparison.title, loc="left", fontweight="bold", color="#222222")
+        axes[0].set_title(plain(comparison.title), loc="left", fontweight="bold", color="#222222")
         return _finish(figure, grid, stem, chosen)
 
 
@@ -149,7 +154,7 @@ def workers(group: Sequence[Comparison], stem: Path) -> list[Path]:
             _log_ticks(axis)
         axis.set(xlabel="workers", ylabel="final loss above the minimum" if known else "final training loss")
         axis.grid(alpha=0.3, linewidth=0.5)
-        axis.set_title(task_title(group[0]), loc="left", fontweight="bold", color="#222222")
+        axis.set_title(plain(task_title(group[0])), loc="left", fontweight="bold", color="#222222")
         return _finish(figure, np.array([[axis]]), stem, chosen)
 
 
@@ -178,6 +183,11 @@ def task_title(comparison: Comparison) -> str:
 def slug(title: str) -> str:
     """A file name for a title, whatever it holds."""
     return re.sub(r"[^a-z0-9.]+", "-", title.lower()).strip("-.")[:80] or "setting"
+
+
+def plain(text: str) -> str:
+    """`text` without the signs between which matplotlib would read mathematics."""
+    return text.replace("$", r"\$")
 
 
 def zoom_limits(bands: Sequence[tuple[Array, Band]]) -> tuple[float, float] | None:
@@ -220,7 +230,7 @@ def _panel(
         )
         axis.plot(x, mean, **_line(chosen[name]), label=name)
         axis.fill_between(x, low, high, color=chosen[name].light, alpha=0.16, linewidth=0)
-    axis.set(xlabel=across, ylabel=label)
+    axis.set(xlabel=across, ylabel=plain(label))
     axis.grid(alpha=0.3, linewidth=0.5)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=across == "epochs"))
     axis.margins(x=0.02)
@@ -249,7 +259,7 @@ def _time_bars(axis: Axes, split: dict[str, dict[str, float]]) -> None:
     start = np.zeros(len(names))
     for part in parts:
         width = np.array([split[name].get(part, 0.0) for name in names])
-        axis.barh(names, width, left=start, color=PART_COLOURS[part], height=0.62, label=part)
+        axis.barh([plain(name) for name in names], width, left=start, color=PART_COLOURS[part], height=0.62, label=part)
         start += width
     for i, total in enumerate(start):
         axis.text(total, i, f" {total:.3g} s", va="center", fontsize=9, color="#555555")
@@ -289,16 +299,20 @@ def _finish(figure: Figure, grid: Any, stem: Path, chosen: dict[str, Look]) -> l
     figure.tight_layout(rect=(0, (0.12 + 0.24 * rows) / height if rows else 0, 1, 1), w_pad=2.0, h_pad=1.6)
     if entries:
         figure.legend(
-            list(entries.values()), list(entries), loc="lower center", ncols=columns, frameon=False, handlelength=2.6
+            list(entries.values()),
+            [plain(name) for name in entries],
+            loc="lower center",
+            ncols=columns,
+            frameon=False,
+            handlelength=2.6,
         )
     return _save(figure, stem)
 
 
 def _save(figure: Figure, stem: Path) -> list[Path]:
     """Write both files under another name first, so that each is whole or absent."""
-    image = io.BytesIO()
+    image, vector = io.BytesIO(), io.BytesIO()
     figure.savefig(image, format="png", dpi=DPI)
-    vector = io.BytesIO()
     figure.savefig(vector, format="pdf", metadata={"CreationDate": None})  # the same records give the same file
     plt.close(figure)
     # Lines and bands need few colours; with a palette the file takes a third.
@@ -308,11 +322,6 @@ def _save(figure: Figure, stem: Path) -> list[Path]:
     paths = []
     for suffix, content in ((".png", small), (".pdf", vector)):
         path = stem.with_name(stem.name + suffix)
-        partial = path.with_name(f"{path.name}.partial")
-        try:
-            partial.write_bytes(content.getvalue())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, content.getvalue())
         paths.append(path)
     return paths

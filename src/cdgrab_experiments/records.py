@@ -5,16 +5,21 @@
                                          state.pt       where to go on; gone when the run is complete
 
 Every file is written under another name and then renamed, so that it is whole or absent.
+
+Every line of `epochs.jsonl` ends with a digest of the configuration and of all lines up to it, so that a line that was
+lost, swapped or edited shows. The `run.json` of a complete run has a digest of itself and of the last line. Records
+of cdgrab 0.1 have no digests: they are read, and only their types and the sequence of their epochs are checked.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import platform
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,10 @@ import torch
 
 import cdgrab
 from cdgrab_experiments.config import RunConfig
+from cdgrab_experiments.schema import build, parse
+from cdgrab_experiments.whole_files import write_whole
+
+_MOST_SECONDS = 1e12  # sums of so many stay finite
 
 
 @dataclass(frozen=True)
@@ -120,27 +129,107 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 def save(path: Path, run: Run) -> None:
     """Write `run` into the folder `path`."""
     path.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(_finite(asdict(record))) for record in run.epochs]
+    digest, lines = _next_digest("", asdict(run.config)), []
+    for record in run.epochs:
+        plain = _finite(asdict(record))
+        digest = _next_digest(digest, plain)
+        lines.append(json.dumps({**plain, "digest": digest}))
+    head = {"config": asdict(run.config), **asdict(run.info)}
+    if run.complete:  # before, a crash between the two files may leave more lines than run.json knows of
+        head["digest"] = _next_digest(digest, head)
     write_whole(path / "epochs.jsonl", "\n".join(lines) + "\n")
-    write_whole(path / "run.json", json.dumps({"config": asdict(run.config), **asdict(run.info)}, indent=1) + "\n")
-
-
-def load(path: Path) -> Run:
-    """Read the run in the folder `path`."""
-    try:
-        found = json.loads((path / "run.json").read_text())
-        config = RunConfig.from_dict(found.pop("config"))
-        info = RunInfo(**found)
-        lines = (path / "epochs.jsonl").read_text().splitlines()
-        epochs = [_record(json.loads(line)) for line in lines]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} holds no run that can be read ({error}); remove the folder to do it again") from error
-    return Run(config, info, epochs)
+    write_whole(path / "run.json", json.dumps(head, indent=1) + "\n")
 
 
 def load_all(folder: Path) -> list[Run]:
-    """All runs anywhere below `folder`, in the order of their names."""
-    return [load(path.parent) for path in sorted(folder.rglob("run.json"))]
+    """All runs anywhere below `folder`, in the order of their names; raises `ValueError` if one cannot be read."""
+    runs, damaged = load_readable(folder)
+    if damaged:
+        raise ValueError(damaged[0])
+    return runs
+
+
+def load_readable(folder: Path) -> tuple[list[Run], list[str]]:
+    """All runs anywhere below `folder` that can be read, in the order of their names, and a line on every other."""
+    runs, damaged = [], []
+    for path in sorted(folder.rglob("run.json")):
+        try:
+            runs.append(load(path.parent))
+        except ValueError as error:
+            damaged.append(str(error))
+    return runs, damaged
+
+
+def load(path: Path) -> Run:
+    """Read the run in the folder `path`; raises `ValueError` if it was damaged or edited."""
+    try:
+        head = parse(_text(path / "run.json"))
+        if not isinstance(head, dict) or "config" not in head:
+            raise ValueError("run.json has no configuration")
+        last = head.pop("digest", None)
+        config = RunConfig.from_dict(head["config"])
+        info = build(RunInfo, {key: value for key, value in head.items() if key != "config"})
+        _check_parts(info.environment)
+        begin = _next_digest("", head["config"])
+        epochs, digest, signed = _epochs(_text(path / "epochs.jsonl"), begin)
+        if not signed and epochs and not str(info.environment.get("cdgrab", "0.1.")).startswith("0.1."):
+            raise ValueError("epochs.jsonl has no digests, which records have since cdgrab 0.2")
+        if last is not None and last != _next_digest(digest, head):
+            raise ValueError("run.json or the end of epochs.jsonl was edited or lost after the run was complete")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} holds no run that can be read ({error}); restore its files from a copy, or remove the folder to "
+            "do the run again"
+        ) from error
+    return Run(config, info, epochs)
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path.name} is not there, or is no file")
+    return path.read_text(encoding="utf-8")
+
+
+def _epochs(text: str, digest: str) -> tuple[list[EpochRecord], str, bool]:
+    """The records in the lines of `text`, the digest of all of them, and whether they have digests."""
+    epochs, signed = [], False
+    for number, line in enumerate(text.rstrip("\n").split("\n") if text.strip() else []):
+        try:
+            found = parse(line)
+            stamp = found.pop("digest", None) if isinstance(found, dict) else None
+            if number == 0:
+                signed = stamp is not None
+            record = build(EpochRecord, found, null_is_nan=True)
+            _check_sums(record)
+            digest = _next_digest(digest, found)
+            if record.epoch != number or (signed and stamp != digest) or (stamp is not None) != signed:
+                raise ValueError("it does not follow from the lines before; a line was lost, swapped or edited")
+        except ValueError as error:
+            raise ValueError(f"line {number + 1} of epochs.jsonl: {error}") from error
+        epochs.append(record)
+    return epochs, digest, signed
+
+
+def _next_digest(before: str, content: dict[str, Any]) -> str:
+    """Of what is in the file, so that reading and writing agree however numbers are spelt."""
+    return hashlib.sha256(f"{before} {json.dumps(content)}".encode()).hexdigest()[:16]
+
+
+def _check_sums(record: EpochRecord) -> None:
+    for name, value in asdict(record).items():
+        if name.startswith("seconds") and not (math.isnan(value) or 0 <= value <= _MOST_SECONDS):
+            raise ValueError(f"{name} is {value:g}; expected seconds from 0 on")
+    if record.bytes < 0:
+        raise ValueError(f"bytes is {record.bytes}; expected a number from 0 on")
+
+
+def _check_parts(environment: dict[str, Any]) -> None:
+    """What `RunInfo.at_a_time` relies on."""
+    before = environment.get("before", [])
+    for part in [environment, *(before if isinstance(before, list) else [None])]:
+        jobs = None if part is None else part.get("runs at a time", 1)
+        if not isinstance(jobs, int) or isinstance(jobs, bool):
+            raise ValueError("its environment has no number of runs at a time, or one that is no number")
 
 
 def settings(runs: Iterable[Run]) -> dict[RunConfig, list[Run]]:
@@ -149,26 +238,6 @@ def settings(runs: Iterable[Run]) -> dict[RunConfig, list[Run]]:
     for run in runs:
         groups.setdefault(run.config.setting, []).append(run)
     return groups
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, which is whole or absent whatever happens."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _record(found: dict[str, Any]) -> EpochRecord:
-    known = {field.name for field in fields(EpochRecord)}
-    found["loss"] = math.nan if found["loss"] is None else found["loss"]
-    found["metrics"] = {key: math.nan if value is None else value for key, value in found["metrics"].items()}
-    return EpochRecord(**{key: value for key, value in found.items() if key in known})
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from cdgrab_experiments.compare import Comparison, Estimate, compare
 from cdgrab_experiments.curves import PARTS, Band, Curve, curves, time_split
 from cdgrab_experiments.looks import looks
 from cdgrab_experiments.plots import by_workers, task_title, write_figures
+from cdgrab_experiments.whole_files import write_whole
 
 # Longer runs are thinned out: nobody sees more points than a chart has pixels.
 POINTS = 240
@@ -35,35 +36,37 @@ BALANCE = {"herding_bound": "Herding bound", "imbalance": "Imbalance"}
 SETUP = ("batch_size", "epochs", "optimizer", "lr", "momentum", "weight_decay", "schedule", "partition", "workers")
 
 
-def write_report(folder: Path, out: Path) -> Path:
+def write_report(folder: Path, out: Path, say: Callable[[str], None] = lambda _: None) -> Path:
     """Write the page, the table behind it and the figures; return the page.
 
     Args:
         folder: Where runs are, at any depth.
         out: The folder to write into, made if it is not there: `report.html`, `comparison.md`, `figures/*.png|pdf`.
+        say: Is told of every run that is left out because it cannot be read; page and table say so too.
 
     Raises:
-        ValueError: If `folder` has no runs, or one that cannot be read.
+        ValueError: If `folder` has no runs that can be read.
     """
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is not a folder; expected one with runs, as `cdgrab run` and `cdgrab compare` write"
         )
-    try:
-        runs = records.load_all(folder)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"a run in {folder} cannot be read ({error}); remove its folder to do it again") from error
-    if not runs:
+    runs, damaged = records.load_readable(folder)
+    if not runs and not damaged:
         raise ValueError(f"no run.json anywhere in {folder}; make runs with `cdgrab run` or `cdgrab compare` first")
+    if not runs:
+        raise ValueError("; ".join(damaged))
+    for line in damaged:
+        say(f"Left out: {line}")
     comparisons = compare(runs)
     out.mkdir(parents=True, exist_ok=True)
     write_figures(comparisons, out / "figures")
-    records.write_whole(out / "comparison.md", words.markdown(comparisons))
-    records.write_whole(out / "report.html", page(comparisons))
+    write_whole(out / "comparison.md", words.markdown(comparisons, damaged))
+    write_whole(out / "report.html", page(comparisons, damaged))
     return out / "report.html"
 
 
-def page(comparisons: Sequence[Comparison]) -> str:
+def page(comparisons: Sequence[Comparison], left_out: Sequence[str] = ()) -> str:
     """The page as text. Everything that comes from records is escaped, in tags by the template and in data here."""
     environment = Environment(
         loader=PackageLoader("cdgrab_experiments"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -95,6 +98,7 @@ def page(comparisons: Sequence[Comparison]) -> str:
         sections=sections,
         overviews=overviews,
         glance=_glance(comparisons),
+        left_out=left_out,
         tones=TONES,
         scales=SCALES,
         citation=published.CITATION,

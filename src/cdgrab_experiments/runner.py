@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import math
 import os
-import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,13 @@ import torch.distributed as dist
 from cdgrab import balance_vectors
 from cdgrab_experiments import records
 from cdgrab_experiments.config import RunConfig
+from cdgrab_experiments.interrupts import uninterrupted
 from cdgrab_experiments.records import EpochRecord, Run, RunInfo
+from cdgrab_experiments.saved_state import read_state, write_state
 from cdgrab_experiments.tasks import find_task
 from cdgrab_experiments.tasks.base import Problem
 from cdgrab_experiments.train import Trainer
+from cdgrab_experiments.whole_files import alone, create, sweep
 
 _SAVE_EVERY = 20.0  # seconds
 # By task, variant and data folder: smallest training losses, and lines on the data.
@@ -45,7 +46,7 @@ class Interrupted(Exception):
 
     def __str__(self) -> str:
         if self.path is None:
-            return "Interrupted before anything was trained."
+            return "Interrupted before anything was trained; runs that were complete are kept."
         what = f"Interrupted after {self.epochs} epochs, which are saved in {self.path}."
         return f"{what} The same command goes on from there."
 
@@ -68,9 +69,16 @@ class Place:
 
 
 def find_run(config: RunConfig, place: Place) -> Run | None:
-    """The run as far as it has come, if it has been begun."""
+    """The run as far as it has come, if it has been begun; raises `ValueError` if it was damaged."""
     path = place.folder(config)
-    return records.load(path) if (path / "run.json").exists() else None
+    if not (path / "run.json").exists():
+        if (path / "state.pt").exists():
+            raise ValueError(f"{path} has a state and no run.json; restore it, or remove the folder to begin anew")
+        return None
+    found = records.load(path)
+    if found.config != config:
+        raise ValueError(f"{path} holds another run than its name says; move it away to do this one")
+    return found
 
 
 def run(
@@ -93,19 +101,29 @@ def run(
     """
     found = find_run(config, place)
     if found is not None and found.complete:
-        _check_data(found, place)
-        (place.folder(config) / "state.pt").unlink(missing_ok=True)  # interrupted when all was done
-        for record in found.epochs:
-            on_epoch(record)
-        return found
+        return _again(found, place, on_epoch)
     problem = _loaded(config, place)
     if torch.device(place.device).index is not None:
         torch.cuda.set_device(place.device)
     balance_vectors(torch.zeros(1, 2, 3))  # compile before the clock runs
     trainer = Trainer(config, problem, device=place.device)
     running = _Running(config, place, trainer, _info(config, problem, place, command))
-    with _alone(running.path) if running.writes else contextlib.nullcontext():
+    with alone(running.path) if running.writes else contextlib.nullcontext():
+        found = find_run(config, place)
+        if found is not None and found.complete and running.ranks == 1:  # another process was faster
+            return _again(found, place, on_epoch)
+        if running.writes:
+            sweep(running.path)
         return running.to_the_end(on_epoch)
+
+
+def _again(found: Run, place: Place, on_epoch: Callable[[EpochRecord], None]) -> Run:
+    """A run that is complete, told once more."""
+    _check_data(found, place)
+    (place.folder(found.config) / "state.pt").unlink(missing_ok=True)  # interrupted when all was done
+    for record in found.epochs:
+        on_epoch(record)
+    return found
 
 
 def _loaded(config: RunConfig, place: Place) -> Problem:
@@ -138,30 +156,9 @@ def _check_data(found: Run, place: Place) -> None:
         )
 
 
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Nobody else works on the run in the folder `path` meanwhile."""
-    try:
-        import fcntl
-    except ImportError:  # a system without such locks
-        yield
-        return
-    path.mkdir(parents=True, exist_ok=True)
-    lock = path / ".lock"
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"another process is working on the run in {path}; wait for it, or stop it") from error
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
-
-
 class _Running:
     def __init__(self, config: RunConfig, place: Place, trainer: Trainer, info: RunInfo) -> None:
-        self.config, self.path, self.trainer = config, place.folder(config), trainer
+        self.config, self.place, self.path, self.trainer = config, place, place.folder(config), trainer
         self.ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self.writes = self.ranks == 1 or dist.get_rank() == 0
         self.info = info
@@ -173,6 +170,7 @@ class _Running:
         self._resume()
         for record in self.epochs:
             on_epoch(record)
+        done: Run | None = None
         try:
             for record in self.trainer.run():
                 self._add(record)
@@ -181,11 +179,17 @@ class _Running:
                     reason = f"the loss is not finite after {record.epoch} epochs; a smaller --lr may help"
                     self.info = replace(self.info, stopped=reason)
                     break
+            with uninterrupted():
+                done = self._finish()
         except KeyboardInterrupt:
-            if self.ranks == 1:
-                self._save_state()
+            with contextlib.suppress(KeyboardInterrupt), uninterrupted():  # asked once more
+                if self.ranks == 1 and done is None:
+                    self._save_state()
             trained = None if self.snapshot is None else self.snapshot["trained"]
             raise Interrupted(None if trained is None else self.path, trained or 0) from None
+        return done
+
+    def _finish(self) -> Run:
         done = Run(self.config, self.info, self.epochs)
         if self.writes:
             records.save(self.path, done)
@@ -218,22 +222,25 @@ class _Running:
             return
         known = [record for record in self.epochs if record.epoch <= self.snapshot["trained"]]
         records.save(self.path, Run(self.config, self.info, known))
-        content = io.BytesIO()
-        torch.save(self.snapshot, content)
-        records.write_whole(self.path / "state.pt", content.getvalue())
+        write_state(self.path / "state.pt", self.snapshot)
         self.saved_at = time.monotonic()
 
     def _resume(self) -> None:
-        file = self.path / "state.pt"
-        if not (file.exists() and (self.path / "run.json").exists()):
+        file, anew = self.path / "state.pt", f"remove the folder {self.path} to begin this run anew"
+        found = find_run(self.config, self.place)
+        if found is None:
+            return
+        if not file.exists():
+            if len(found.epochs) > 1:  # the first is written just before the first state
+                raise ValueError(
+                    f"{self.path} has records of {len(found.epochs) - 1} epochs and no state to go on from; restore "
+                    f"{file.name} or the end of epochs.jsonl, or {anew}"
+                )
             return
         try:
-            state = torch.load(file, weights_only=True, map_location="cpu")
-        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            raise ValueError(
-                f"{file} cannot be read ({error}); remove the folder {self.path} to begin this run anew"
-            ) from error
-        found = records.load(self.path)
+            state = read_state(file)
+        except ValueError as error:
+            raise ValueError(f"{error}; restore it from a copy, or {anew}") from error
         self.epochs = [record for record in found.epochs if record.epoch <= state["trained"]]
         begun = {"where it runs": (state["where"], self.where), "its data": (found.info.data, self.info.data)}
         for what, (before, now) in begun.items():
@@ -247,12 +254,12 @@ class _Running:
                 f"{self.path} has a state after {state['trained']} epochs and no record of it; remove the folder to "
                 "begin this run anew"
             )
-        if self.ranks > 1:
-            state["ordering"] = state["ordering"][dist.get_rank()]
         try:
+            if self.ranks > 1:
+                state["ordering"] = state["ordering"][dist.get_rank()]
             self.trainer.load_state_dict(state, self.epochs[-1])
-        except ValueError as error:
-            raise ValueError(f"{error}; or remove the folder {self.path} to begin this run anew") from error
+        except Exception as error:  # modules and optimizers answer a state that is not theirs in many ways
+            raise ValueError(f"{file} does not fit this run ({error}); restore it, or {anew}") from error
         earlier = [part for part in found.info.environment.get("before", []) if part]
         last = {key: value for key, value in found.info.environment.items() if key != "before"}
         if last != self.info.environment or earlier:
@@ -280,7 +287,7 @@ def check_writable(folder: Path) -> None:
     probe = folder / f".writable-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("")
+        create(probe).close()
     except OSError as error:
         raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another folder with --results") from error
     finally:

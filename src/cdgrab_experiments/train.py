@@ -168,6 +168,8 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any], last: EpochRecord) -> None:
         """Go on where `state` was taken; `last` is the record of that epoch."""
+        if state["scheduler"].keys() != self.scheduler.state_dict().keys():  # PyTorch's would take anything
+            raise ValueError("the state of its scheduler is of another kind")
         self.problem.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -86,16 +87,31 @@ def table(comparison: Comparison) -> Table:
     return Table(header, rows)
 
 
-def markdown(comparisons: Sequence[Comparison]) -> str:
-    """All tables, verdicts and notes as a Markdown document."""
+def markdown(comparisons: Sequence[Comparison], left_out: Sequence[str] = ()) -> str:
+    """All tables, verdicts and notes as a Markdown document; what comes from records stays text in it.
+
+    Args:
+        comparisons: What is shown.
+        left_out: A line on every run that is not.
+    """
     parts = ["# Comparison", *(LEGEND.format(rival) for rival in dict.fromkeys(c.rival for c in comparisons))]
     for comparison in comparisons:
         found = table(comparison)
         lines = [_markdown_row(found.header), "|---|" + "---:|" * (len(found.header) - 1)]
         lines += [_markdown_row([f"{c.main} ({c.sub})" if c.sub else c.main for c in row]) for row in found.rows]
-        said = [f"- {verdict.text}" for verdict in verdicts(comparison)] + [f"- {note}" for note in comparison.notes]
-        parts += [f"## {comparison.title}", comparison.any_run.info.data, "\n".join(lines), "\n".join(said)]
+        said = [f"- {plain(text)}" for text in [*(v.text for v in verdicts(comparison)), *comparison.notes]]
+        parts += [f"## {plain(comparison.title)}", plain(comparison.any_run.info.data), "\n".join(lines)]
+        parts.append("\n".join(said))
+    if left_out:
+        parts += ["## Left out", "\n".join(f"- {plain(line)}" for line in left_out)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def plain(text: str) -> str:
+    """`text` with whatever Markdown or HTML would take for markup escaped."""
+    text = re.sub(r"([\\`*\[\]<>|~&#$]|(?<!\w)_|_(?!\w))", r"\\\1", " ".join(text.split()))
+    text = re.sub(r"(?i)(?<=[a-z])(?=://)|(?<=www)(?=\.)", r"\\", text)  # no address becomes a link by itself
+    return re.sub(r"^(\d*)([-+=.)])(?=[-=\s]|$)", r"\1\\\2", text)  # nor a line a heading or an item of a list
 
 
 def verdicts(comparison: Comparison) -> list[Verdict]:
@@ -195,4 +211,4 @@ def _with_error(mean: float, error: float | None, digits: int = 5) -> str:
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    return "| " + " | ".join(plain(cell) for cell in cells) + " |"
