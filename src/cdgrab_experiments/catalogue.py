@@ -1,7 +1,7 @@
 """Which data sets there are: their files as the public distributes them, where these come from, and their hashes.
 
 A hash is here only if it was published, or was taken from a file known to be the one that is distributed. Where there
-is none, a file is checked by its format alone.
+is none, a file is checked by its format alone. Nothing fetched or unpacked may be much larger than its set is.
 """
 
 from __future__ import annotations
@@ -71,8 +71,13 @@ class DataSet:
     exact: bool = True
     package: str | None = None
 
+    @property
+    def limit(self) -> int:
+        """Bytes that no file of the set, and no archive with it, comes near, packed or not."""
+        return 8 * self.size + 1_000_000
 
-def _glue(name: str, title: str, size: int) -> DataSet:
+
+def _glue(name: str, title: str, size: int, archive_hash: str) -> DataSet:
     url = f"https://dl.fbaipublicfiles.com/glue/data/{title}.zip"
     return DataSet(
         name,
@@ -81,7 +86,7 @@ def _glue(name: str, title: str, size: int) -> DataSet:
         (File("train.tsv"), File("dev.tsv")),
         size,
         f"unpack {url} so that glue/{title}/train.tsv and dev.tsv are in the data folder",
-        (Source(url),),
+        (Source(url, archive_hash),),
     )
 
 
@@ -101,8 +106,17 @@ def _wikitext(name: str, title: str, size: int, archive_hash: str, hashes: dict[
     return DataSet(name, title, (name, f"{name}-raw"), files, size, by_hand, (Source(url, archive_hash),))
 
 
-_HMDA_TRAIN = "https://raw.githubusercontent.com/jphall663/GWU_rml/master/assignments/data/hmda_train_preprocessed.zip"
-_HMDA_TEST = "https://raw.githubusercontent.com/h2oai/article-information-2019/master/data/output/hmda_test.csv"
+# Of the commits that brought these files, so that they stay what they are.
+_HMDA_TRAIN = (
+    "https://raw.githubusercontent.com/jphall663/GWU_rml/59f4e310f43a1ba7840db404c44e453c1d1fba68/assignments/data/"
+    "hmda_train_preprocessed.zip"
+)
+_HMDA_TEST = (
+    "https://raw.githubusercontent.com/h2oai/article-information-2019/b020f26935af7fbacb908bf111c5f38278fc9887/data/"
+    "output/hmda_test.csv"
+)
+_HMDA_TRAIN_HASH = "34a31af633361740fc6f6c5a9792f14d7c3b9ab74c538f903e4aac9d1ef5920e"
+_HMDA_TEST_HASH = "c6292c5d80a6cb27d5710767b100debab0fe5c007b27502c3d0de456a2d930a3"
 _MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist"
 _MNIST_FILES = {
     "train-images-idx3-ubyte": (
@@ -162,10 +176,16 @@ _ALL = (
         "hmda-2018-csv",
         "HMDA 2018, the same rows as published by Hall and others",
         ("hmda", "hmda-2018"),
-        (File("hmda_train_preprocessed.csv"), File("hmda_test.csv")),
-        24_000_000,
+        (
+            File("hmda_train_preprocessed.csv", (), (_HMDA_TRAIN_HASH,)),
+            File("hmda_test.csv", (), (_HMDA_TEST_HASH,)),
+        ),
+        33_272_842,
         f"put hmda_train_preprocessed.csv from {_HMDA_TRAIN} and {_HMDA_TEST} into hmda/ in the data folder",
-        (Source(_HMDA_TRAIN), Source(_HMDA_TEST)),
+        (
+            Source(_HMDA_TRAIN, "74b1c145b692f7f97814ddab2989b4ade7a5f4c384c3f8c0f84ae482f226add8"),
+            Source(_HMDA_TEST),
+        ),
     ),
     DataSet(
         "a9a",
@@ -231,9 +251,9 @@ _ALL = (
         "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
         {},
     ),
-    _glue("glue-sst2", "SST-2", 3_901_012),
-    _glue("glue-rte", "RTE", 936_569),
-    _glue("glue-cola", "CoLA", 482_307),
+    _glue("glue-sst2", "SST-2", 3_901_012, "d67e16fb55739c1b32cdce9877596db1c127dc322d93c082281f64057c16deaa"),
+    _glue("glue-rte", "RTE", 936_569, "6bf86de103ecd335f3441bd43574d23fef87ecc695977a63b82d5efb206556ee"),
+    _glue("glue-cola", "CoLA", 482_307, "f212fcd832b8f7b435fb991f101abf89f96b933ab400603bf198960dfc32cbff"),
     DataSet(
         "glue-mrpc",
         "GLUE MRPC",

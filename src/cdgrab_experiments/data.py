@@ -10,18 +10,21 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib.util
+import io
 import lzma
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from cdgrab_experiments.archives import bounded
 from cdgrab_experiments.catalogue import CATALOGUE, DataError, DataSet, File, find_set
 
 __all__ = ["CATALOGUE", "DataError", "Entry", "Found", "find", "find_first", "find_set", "folder", "inventory"]
 
-_PACKED = {b"\x1f\x8b": gzip.decompress, b"\xfd7zXZ\x00": lzma.decompress}
+_PACKED: dict[bytes, Callable[[io.BytesIO], Any]] = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\x00": lzma.open}
 
 
 def folder(chosen: Path | None) -> Path:
@@ -48,8 +51,8 @@ class Found:
         raw = self.paths[name].read_bytes()
         unpack = next((unpack for magic, unpack in _PACKED.items() if raw.startswith(magic)), None)
         try:
-            content = raw if unpack is None else unpack(raw)
-        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            content = raw if unpack is None else b"".join(bounded(unpack(io.BytesIO(raw)), self.set.limit))
+        except (DataError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise self.damaged(name, f"cannot be unpacked ({error})") from error
         expected = self._expected(name)
         if expected and (self.set.exact or self.listed) and not {_digest(raw), _digest(content)} & set(expected):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import shutil
-import tarfile
-import zipfile
+import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
-from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from pathlib import Path
+from typing import IO
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from cdgrab_experiments.archives import unpack
 from cdgrab_experiments.catalogue import DataError, DataSet, Source, find_set
+from cdgrab_experiments.whole_files import create
 
 # The file's name, bytes that have arrived, and all of them if that is known.
 Progress = Callable[[str, int, int | None], None]
@@ -41,7 +42,7 @@ def download(name: str, folder: Path, progress: Progress | None = None) -> Path:
         fetched = _fetch(known, source, place, progress or (lambda *_: None))
         if source.is_archive:
             try:
-                _unpack(known, fetched, place)
+                unpack(known, fetched, place)
             finally:
                 fetched.unlink()
     absent = [
@@ -66,7 +67,7 @@ def _fetch(known: DataSet, source: Source, place: Path, progress: Progress) -> P
         # Without a hash nobody would notice if the two halves were of different files.
         partial.unlink(missing_ok=True)
     with _explained(known, source, partial):
-        _continue(source.url, partial, progress)
+        _continue(source.url, partial, known.limit, progress)
     found = _digest(partial)
     if expected and found not in expected:
         partial.unlink()
@@ -78,9 +79,9 @@ def _fetch(known: DataSet, source: Source, place: Path, progress: Progress) -> P
     return target
 
 
-def _continue(url: str, partial: Path, progress: Progress) -> None:
-    """Fetch what is still missing of a file."""
-    done = partial.stat().st_size if partial.exists() else 0
+def _continue(url: str, partial: Path, limit: int, progress: Progress) -> None:
+    """Fetch what is still missing of a file, which must not have more than `limit` bytes."""
+    done = _kept(partial)
     headers = {"User-Agent": "cdgrab"} | ({"Range": f"bytes={done}-"} if done else {})
     try:
         answer = urlopen(Request(url, headers=headers), timeout=_SECONDS)
@@ -93,13 +94,36 @@ def _continue(url: str, partial: Path, progress: Progress) -> None:
         done = done if goes_on else 0
         length = answer.headers.get("Content-Length")
         total = None if length is None else done + int(length)
-        with partial.open("ab" if goes_on else "wb") as file:
+        _check_size(url, total or 0, limit)
+        with _appended(partial) if goes_on else create(partial) as file:
             while chunk := answer.read(_CHUNK):
-                file.write(chunk)
                 done += len(chunk)
+                _check_size(url, done, limit)
+                file.write(chunk)
                 progress(partial.name.removesuffix(".partial"), done, total)
     if total is not None and done < total:
         raise ConnectionError(f"the connection ended after {done:,} of {total:,} bytes")
+
+
+def _kept(partial: Path) -> int:
+    """Bytes that have arrived earlier; whatever else is there under that name, such as a link, is removed."""
+    try:
+        found = partial.lstat()
+    except FileNotFoundError:
+        return 0
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        return found.st_size
+    partial.unlink()
+    return 0
+
+
+def _appended(partial: Path) -> IO[bytes]:
+    return os.fdopen(os.open(partial, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab")
+
+
+def _check_size(url: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise DataError(f"{url} has {size:,} bytes or more, where at most {limit:,} can be right; it is not fetched")
 
 
 @contextmanager
@@ -126,48 +150,6 @@ def _explained(known: DataSet, source: Source, partial: Path) -> Iterator[None]:
         ) from error
 
 
-def _unpack(known: DataSet, archive: Path, place: Path) -> None:
-    """Take the set's own files out of an archive, by their names alone: no path in it decides where anything goes."""
-    try:
-        with _opened(archive) as (members, read):
-            for file in known.files:
-                same = [member for member in members if PurePosixPath(member).name in (file.name, *file.also)]
-                if not same:
-                    continue
-                member = min(same, key=lambda path: path.count("/"))
-                partial = place / f"{file.name}.partial"
-                with read(member) as packed, partial.open("wb") as unpacked:
-                    shutil.copyfileobj(packed, unpacked)
-                partial.replace(place / file.name)
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError) as error:
-        raise DataError(f"{archive} cannot be unpacked ({error}) and was thrown away; try again") from error
-
-
-@contextmanager
-def _opened(archive: Path) -> Iterator[tuple[list[str], Callable[[str], IO[bytes]]]]:
-    """Names of the plain files in an archive, and a function that opens one."""
-    if archive.name.endswith(".zip"):
-        with zipfile.ZipFile(archive) as packed:
-            yield [info.filename for info in packed.infolist() if not info.is_dir()], packed.open
-        return
-    with tarfile.open(archive) as tar:
-
-        def read(name: str) -> IO[bytes]:
-            opened: Any = tar.extractfile(name)
-            assert opened is not None  # only plain files are named
-            return opened  # type: ignore[no-any-return]
-
-        yield [member.name for member in tar.getmembers() if member.isfile()], read
-
-
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slowly(file)
-
-
-def _slowly(file: IO[bytes]) -> str:
-    """Python 3.10 has no file_digest."""
-    digest = hashlib.sha256()
-    while chunk := file.read(_CHUNK):
-        digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

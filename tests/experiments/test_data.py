@@ -9,7 +9,7 @@ import os
 import tarfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -286,3 +286,105 @@ def test_the_catalogue_is_sound() -> None:
         for source in known.sources:
             names = [file.name for file in known.files]
             assert source.is_archive or source.file_name.removesuffix(".gz") in names
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.gz"])
+def test_archives_that_unpack_to_too_much_are_thrown_away(
+    kind: str, tmp_path: Path, server: Server, tiny: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few kilobytes of zeros for a set of a megabyte."""
+    for names in ({"tiny.bin": b"\0" * (tiny.limit + 1)}, {"other.bin": b"\0" * (2 * tiny.limit), "tiny.bin": CONTENT}):
+        squeezed = io.BytesIO()
+        if kind == "zip":
+            with zipfile.ZipFile(squeezed, "w", zipfile.ZIP_DEFLATED) as zipped:
+                for name, content in names.items():
+                    zipped.writestr(name, content)
+        else:
+            squeezed.write(packed(kind, names))
+        server.files[f"/tiny.{kind}"] = squeezed.getvalue()
+        monkeypatch.setitem(
+            CATALOGUE, "tiny", dataclasses.replace(tiny, sources=(Source(f"{server.url}/tiny.{kind}"),))
+        )
+        if kind == "zip" and "other.bin" in names:  # which is never opened
+            assert download("tiny", tmp_path).exists()
+            continue
+        with pytest.raises(DataError, match=r"thrown away: .* more than can be right; get tiny by hand"):
+            download("tiny", tmp_path)
+        assert os.listdir(tmp_path / "tiny") == []
+
+
+def test_an_encrypted_zip_is_told_in_words(
+    tmp_path: Path, server: Server, tiny: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = bytearray(packed("zip", {"tiny.bin": CONTENT}))
+    for signature, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # the flags in both headers
+        content[content.index(signature) + place] |= 1
+    server.files["/tiny.zip"] = bytes(content)
+    monkeypatch.setitem(CATALOGUE, "tiny", dataclasses.replace(tiny, sources=(Source(f"{server.url}/tiny.zip"),)))
+    with pytest.raises(
+        DataError, match=r"tiny\.bin in it is encrypted, and there is no password for it; get tiny by hand"
+    ):
+        download("tiny", tmp_path)
+    assert os.listdir(tmp_path / "tiny") == []
+
+
+def test_another_file_in_an_archive_is_thrown_away(
+    tmp_path: Path, server: Server, tiny: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.files["/tiny.zip"] = packed("zip", {"tiny.bin": CONTENT[:-1] + b"?"})
+    monkeypatch.setitem(CATALOGUE, "tiny", dataclasses.replace(tiny, sources=(Source(f"{server.url}/tiny.zip"),)))
+    with pytest.raises(DataError, match=f"expected {digest(CONTENT)}"):
+        download("tiny", tmp_path)
+    assert os.listdir(tmp_path / "tiny") == []
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_file_that_is_far_too_large_is_not_fetched(tmp_path: Path, server: Server, tiny: DataSet) -> None:
+    server.files["/tiny.bin"] = b"x" * (tiny.limit + 1)
+    with pytest.raises(DataError, match="it is not fetched"):
+        download("tiny", tmp_path)
+    assert sum(path.stat().st_size for path in (tmp_path / "tiny").iterdir()) == 0
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("how", ["symlink", "hard link", "pipe"])
+def test_what_lies_in_the_place_of_a_partial_file_is_never_written_to(how: str, tmp_path: Path) -> None:
+    victim, partial = tmp_path / "victim", tmp_path / "tiny" / "tiny.bin.partial"
+    victim.write_bytes(CONTENT[:10])
+    partial.parent.mkdir()
+    if how == "symlink":
+        partial.symlink_to(victim)
+    elif how == "hard link":
+        partial.hardlink_to(victim)
+    else:
+        os.mkfifo(partial)
+    assert (download("tiny", tmp_path) / "tiny.bin").read_bytes() == CONTENT
+    assert victim.read_bytes() == CONTENT[:10]
+
+
+def test_a_link_in_the_place_of_an_unpacked_file_is_not_followed(
+    tmp_path: Path, server: Server, tiny: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "tiny.bin.partial").symlink_to(victim)
+    server.files["/tiny.zip"] = packed("zip", {"tiny.bin": CONTENT})
+    monkeypatch.setitem(CATALOGUE, "tiny", dataclasses.replace(tiny, sources=(Source(f"{server.url}/tiny.zip"),)))
+    assert (download("tiny", tmp_path) / "tiny.bin").read_bytes() == CONTENT
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".xz", lzma.compress)])
+def test_a_packed_file_that_unpacks_to_too_much_is_named(
+    suffix: str, pack: Callable[[bytes], bytes], tmp_path: Path, tiny: DataSet
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / f"tiny.bin{suffix}").write_bytes(pack(bytes(tiny.limit + 1)))
+    with pytest.raises(DataError, match=r"cannot be unpacked \(it unpacks to more than"):
+        data.find("tiny", tmp_path).read("tiny.bin")
+
+
+def test_every_archive_with_a_fixed_version_has_a_hash() -> None:
+    without = {known.name for known in CATALOGUE.values() for s in known.sources if s.is_archive and s.sha256 is None}
+    assert without == set()

@@ -65,6 +65,7 @@ def test_hmda_reads_the_public_tables_of_the_stand_in(tmp_path: Path) -> None:
     ]
     path = tmp_path / "hmda" / "hmda_test.csv"
     path.write_text("\n".join(lines) + "\n")
+    _data.list_files(path.parent)
     problem = find_task("hmda").load(tmp_path, "", 0)
     assert "stand-in" in problem.data
     assert problem.train[0][0, 8] == 5.0
@@ -78,6 +79,7 @@ def test_hmda_reads_the_public_tables_of_the_stand_in(tmp_path: Path) -> None:
     found = [_on_the_training_scale(row) for row in csv.DictReader(io.StringIO(path.read_text()))]
     torch.testing.assert_close(torch.tensor(found), by_hand, atol=1e-6, rtol=1e-6)
     path.write_text("\n".join(lines).replace("<20%", "a lot"))
+    _data.list_files(path.parent)
     with pytest.raises(DataError, match=r"hmda_test.csv has no loan in line 2"):
         find_task("hmda").load(tmp_path, "", 0)
 
