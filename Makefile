@@ -1,9 +1,9 @@
-# `make demo` and `make test` set everything up by themselves, in .venv, on a machine with Python 3.10 or newer.
+# `make demo` and `make test` set everything up by themselves, in .venv, on a machine with Python 3.11 or newer.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint types unit mutate soak browser bench format clean
+.PHONY: demo test lint types unit mutate soak browser bench format dist clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m cdgrab_experiments.demo
@@ -44,12 +44,18 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# What is uploaded: a source distribution and a wheel, checked. What is in them is tested in tests/package.
+dist: $(INSTALLED)
+	rm -rf dist build
+	$(BIN)/python -m build --quiet --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+
 # Installed again only when what is to be installed has changed.
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "cdgrab needs Python 3.10 or newer; run: make PYTHON=/path/to/python3 demo")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cdgrab needs Python 3.11 or newer; run: make PYTHON=/path/to/python3 demo")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fast,experiments,text,dev]'
 	touch $@
 
 clean:
-	rm -rf .venv results build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv results build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

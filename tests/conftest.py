@@ -18,8 +18,8 @@ settings.load_profile("cdgrab")
 torch.set_num_threads(1)
 
 
-# Tests in these folders share ranks, a browser, or what a program has printed: one process runs all of a folder.
-TOGETHER = {"browser", "distributed", "goldens"}
+# Tests in these folders share ranks, a browser, a build, or what was printed: one process runs all of a folder.
+TOGETHER = {"browser", "distributed", "goldens", "package"}
 
 
 @pytest.hookimpl(optionalhook=True)

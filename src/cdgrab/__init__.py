@@ -15,7 +15,7 @@ from cdgrab.world import World
 
 from . import exchange, factors, sources
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ORDERS",
