@@ -54,12 +54,15 @@ def per_example_grads(
     return torch.cat([g.flatten(1) for g in grads.values()], dim=1)
 
 
+_CHECKPOINTED = (
+    "torch.func does not support activation checkpointing; switch it off, or use attach(model, source='sketch')"
+)
 # Remedies by what torch.func's message contains.
 _REMEDIES = {
     "data-dependent control flow": "it branches on the values of an example (or calls .item()), which torch.func "
     "cannot do for all examples at once; use torch.where, or attach(model, source='sketch')",
-    "saved tensor hooks": "torch.func does not support activation checkpointing; switch it off, or use attach(model, "
-    "source='sketch')",
+    "saved tensor hooks": _CHECKPOINTED,
+    "_NoopSaveInputs": _CHECKPOINTED,  # what torch 2.6 says
     "autograd.Function": "its autograd.Function has no rule for batches; give it one (generate_vmap_rule), or use "
     "attach(model, source='sketch')",
 }
