@@ -265,5 +265,5 @@ class CapturedSteps:
         if problem.gradient is not None:
             self._flat_D.copy_(problem.gradient(problem.model, *batch, rows=rows_ND))
         elif rows_ND is not None:
-            gradients_by_unit(problem, batch, self._batch, rows_ND, self._flat_D)
+            gradients_by_unit(problem, batch, self._batch, rows_ND, self._flat_D, at_once=True)
         return rows_ND

@@ -263,13 +263,20 @@ def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
     return flat_D
 
 
-def gradients_by_unit(problem: Problem, batch: Batch, whole: int, rows_ND: Tensor, flat_D: Tensor) -> None:
+def gradients_by_unit(
+    problem: Problem, batch: Batch, whole: int, rows_ND: Tensor, flat_D: Tensor, *, at_once: bool = False
+) -> None:
     """Write every unit's gradient, over the units of a `whole` batch, into `rows_ND`, and the batch's into `flat_D`.
 
     One backward pass for each unit: a unit is several examples, which a pass over the batch would not put together.
+    With `at_once`, one pass for all of them if the problem knows how.
     """
-    parameters = [p for p in problem.model.parameters() if p.requires_grad]
-    for unit, row_D in zip(zip(*(part.split(1) for part in batch), strict=True), rows_ND, strict=True):
-        grads = torch.autograd.grad(problem.loss(problem.model, *unit) / whole, parameters)
-        torch.cat([grad.flatten() for grad in grads], out=row_D)
+    if at_once and problem.unit_rows is not None:
+        problem.unit_rows(problem.model, *batch, rows=rows_ND)
+        rows_ND.div_(whole)
+    else:
+        parameters = [p for p in problem.model.parameters() if p.requires_grad]
+        for unit, row_D in zip(zip(*(part.split(1) for part in batch), strict=True), rows_ND, strict=True):
+            grads = torch.autograd.grad(problem.loss(problem.model, *unit) / whole, parameters)
+            torch.cat([grad.flatten() for grad in grads], out=row_D)
     torch.mul(rows_ND.sum(0), whole / len(rows_ND), out=flat_D)  # the mean over fewer units weighs each of them more

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from _data import make
+from _streams import Line, lines_for_streams
 from cdgrab import Ordering
 from cdgrab_experiments.captured import CapturedSteps, Recorded
 from cdgrab_experiments.choices import Choices, resolve
 from cdgrab_experiments.config import RunConfig
+from cdgrab_experiments.steps import gradients_by_unit
 from cdgrab_experiments.tasks import wikitext2
 from cdgrab_experiments.tasks.base import Problem
 from cdgrab_experiments.train import Trainer
@@ -103,17 +105,23 @@ class Replayed:
         self._steps = steps
 
     def replay(self) -> None:
-        self._steps._body()
+        rows, recorded = self._steps._body(), self._steps._recorded
+        if rows is not None and recorded is not None and recorded.rows_ND is not None:
+            recorded.rows_ND.copy_(rows)
 
 
-def test_a_recorded_step_clips_and_carries(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["rr", "cd-grab"])
+def test_a_recorded_step_clips_and_carries(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_in(tmp_path)
-    expected, _ = by_hand(problem, "rr", 2)
-    places = Trainer(chosen("rr"), problem)._places
-    ordering = Ordering(len(places), batch_size=4, unit_size=1, order="rr", lanes=4, seed=0)
+    expected, by_loop = by_hand(problem, order, 2)
+    places = Trainer(chosen(order), problem)._places
+    ordering = Ordering(len(places), batch_size=4, unit_size=1, order=order, lanes=4, seed=0)
     optimizer = torch.optim.SGD(problem.model.parameters(), lr=5.0, momentum=0.9)
-    steps: Any = CapturedSteps(problem, ordering, optimizer, batch=4, balanced=False)
-    steps._recorded = Recorded(Replayed(steps), None)  # type: ignore[arg-type]
+    lines_for_streams(monkeypatch)
+    steps: Any = CapturedSteps(problem, ordering, optimizer, batch=4, balanced=order != "rr")
+    steps._sorting = Line()
+    steps._make_blocks(2, steps._flat_D)
+    steps._recorded = Recorded(Replayed(steps), None if order == "rr" else torch.zeros_like(steps._blocks[0][0]))  # type: ignore[arg-type]
     for epoch in range(2):
         ordering.set_epoch(epoch)
         index = places[torch.from_numpy(ordering.remaining()).clone()]
@@ -122,7 +130,31 @@ def test_a_recorded_step_clips_and_carries(tmp_path: Path) -> None:
         assert problem.start_epoch is not None
         problem.start_epoch(problem.model)
         steps.epoch(index)
+    ordering.set_epoch(2)
     torch.testing.assert_close([parameter.detach() for parameter in problem.model.parameters()], expected)
+    assert ordering.remaining().tolist() == by_loop.remaining().tolist()
+
+
+@pytest.mark.parametrize("variant", ["published", "plain"])
+def test_rows_of_one_pass_are_those_of_a_pass_for_each_unit(variant: str, tmp_path: Path) -> None:
+    problem = problem_in(tmp_path, variant)
+    model: Any = problem.model
+    nn.init.normal_(model.embedding.weight)
+    dim = sum(parameter.numel() for parameter in model.parameters())
+    batches = [tuple(part[index] for part in problem.train) for index in torch.arange(12).view(3, 4).T]
+    for batch in batches:  # each of three groups, in every step
+        found, expected = torch.full((2, 3, dim), torch.nan, dtype=torch.float64)
+        flat, of_passes = torch.zeros(2, dim, dtype=torch.float64)
+        before = model.carried.clone()
+        gradients_by_unit(problem, batch, 3, expected, of_passes)
+        after = model.carried.clone()
+        model.carried.copy_(before)
+        gradients_by_unit(problem, batch, 3, found, flat, at_once=True)
+        torch.testing.assert_close(model.carried, after)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(flat, of_passes)
+        with torch.no_grad():
+            model.lstm.weight_hh_l0.mul_(1.1)  # weights change between steps
 
 
 def test_variants_take_one_thing_away(tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ class Problem:
         late: The same with rows for many steps at once, if that is faster.
         minimum: Finds the smallest possible training loss, where it can be known.
         examples: How many examples make a unit; layers see them along their first dimension, one after the other.
+        unit_rows: `unit_rows(model, *batch, rows=...)` fills `rows`, `units x dim`, with the gradient of every unit,
+            from one backward pass; for units of several examples, on a GPU. By default every unit has one of its own.
         shards: Into how many equal stretches `train` is cut, each of which belongs to one worker; a step takes one unit
             of each. None: units are dealt to workers.
         clip: Largest norm of the gradient of a batch; rows of units are never clipped. None: no limit.
@@ -88,6 +90,7 @@ class Problem:
     late: LateRows | None = None
     minimum: Callable[[], float] | None = None
     examples: int = 1
+    unit_rows: Callable[..., None] | None = None
     shards: int | None = None
     clip: float | None = None
     start_epoch: Callable[[nn.Module], None] | None = None

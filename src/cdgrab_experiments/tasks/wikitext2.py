@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from cdgrab_experiments import data
 from cdgrab_experiments.tasks.base import Problem, Settings, Task
 from cdgrab_experiments.tasks.tools import device_of, seeded
+from cdgrab_experiments.tasks.wikitext2_rows import SideBySide, unit_rows
 
 COLUMNS, UNIT_COLUMNS, LENGTH = 16, 4, 35
 WIDTH, LAYERS = 32, 2
@@ -76,6 +77,7 @@ class LanguageModel(nn.Module):
             nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
         self.decoder.weight = self.embedding.weight
         self.register_buffer("carried", torch.zeros(2, LAYERS, GROUPS, UNIT_COLUMNS, WIDTH), persistent=False)
+        self._side_by_side: dict[int, SideBySide] = {}  # by the number of units
         self.register_buffer("groups", torch.arange(GROUPS), persistent=False)
 
     def forward(self, tokens_NT: Tensor, group_U: Tensor | None = None) -> Tensor:
@@ -90,7 +92,7 @@ class LanguageModel(nn.Module):
             return scores
         h, c = self.carried.index_select(2, group_U).flatten(2, 3)
         scores, state = self.go_on(tokens_NT, (h, c))
-        self._keep(group_U, torch.stack(state).detach())
+        self._keep(group_U, torch.stack(state).detach().unflatten(2, (len(group_U), UNIT_COLUMNS)))
         return scores
 
     def go_on(self, tokens_NT: Tensor, state: State | None) -> tuple[Tensor, State]:
@@ -98,14 +100,26 @@ class LanguageModel(nn.Module):
         hidden, state = self.lstm(self.embedding(tokens_NT), state)
         return self.decoder(hidden), state
 
+    def unit_rows(self, x_Uct: Tensor, y_Uct: Tensor, group_U: Tensor | None = None, *, rows: Tensor) -> None:
+        """Fill `rows` with the gradient of every unit, from one backward pass."""
+        num = len(x_Uct)
+        if num not in self._side_by_side:
+            self._side_by_side[num] = SideBySide(self.lstm, num)
+        if group_U is None:
+            state_2LUcw = self.carried.new_zeros(2, LAYERS, num, *self.carried.shape[3:])
+        else:
+            state_2LUcw = self.carried.index_select(2, group_U)
+        left = unit_rows(self.embedding.weight, self._side_by_side[num], x_Uct, y_Uct, state_2LUcw, rows)
+        if group_U is not None:
+            self._keep(group_U, left)
+
     def forget(self) -> None:
         """Let the next unit of every group start with a state of zeros."""
         self.carried.zero_()
 
-    def _keep(self, group_U: Tensor, state_2LNw: Tensor) -> None:
+    def _keep(self, group_U: Tensor, state_2LUcw: Tensor) -> None:
         left = self.carried
-        states = state_2LNw.unflatten(2, (len(group_U), UNIT_COLUMNS)).split(1, 2)
-        for group, state in zip(group_U, states, strict=True):
+        for group, state in zip(group_U, state_2LUcw.split(1, 2), strict=True):
             left = torch.where((self.groups == group)[:, None, None], state, left)
         self.carried.copy_(left)
 
@@ -192,6 +206,7 @@ def load(folder: Path, variant: str, seed: int) -> Problem:
         f"{len(x):,} units of {UNIT_COLUMNS} x {LENGTH} ({left_out} words at the ends of columns are left out)"
         f"{found.note}",
         examples=UNIT_COLUMNS,
+        unit_rows=lambda model, *batch, rows: _ours(model).unit_rows(*batch, rows=rows),
         shards=GROUPS if options.contiguous else None,
         clip=options.clip,
         start_epoch=(lambda model: _ours(model).forget()) if options.carried else None,
