@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from cdgrab.orders.baselines import Baseline, block_reversal, fixed, flip_flop, reshuffled
+from cdgrab.orders.baselines import (
+    Baseline,
+    all_plus,
+    block_reversal,
+    fixed,
+    flip_flop,
+    reshuffled,
+    reshuffled_together,
+)
 
 
 @dataclass(frozen=True)
@@ -58,11 +66,13 @@ OrderSpec = Free | Balanced | Herded
 
 ORDERS: dict[str, OrderSpec] = {
     "rr": Free(reshuffled),
+    "shared-rr": Free(reshuffled_together),
     "global-rr": Free(fixed, redeal=True),
     "shuffle-once": Free(fixed),
     "flip-flop": Free(flip_flop),
     "block-reversal": Free(block_reversal),
     "sequential": Free(fixed, shuffle=False),
+    "all-plus": Free(all_plus),
     "cd-grab": Balanced("pair", coordinated=True),
     "pair": Balanced("pair", coordinated=False),
     "grab": Balanced("mean", coordinated=True),

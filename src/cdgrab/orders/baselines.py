@@ -28,6 +28,34 @@ def reshuffled(num_units: int, seed: int, epoch: int, worker: int) -> IntArray:
     return generator(seed, epoch, worker, "reshuffle").permutation(num_units)
 
 
+def reshuffled_together(num_units: int, seed: int, epoch: int, worker: int) -> IntArray:  # noqa: ARG001
+    """A fresh permutation in each epoch, the same on every worker, so that the units of a step stay together.
+
+    That is what D-RR is where all processes draw from one seed. A worker with one unit more than another has the same
+    order otherwise.
+    """
+    if epoch == 0:
+        return np.arange(num_units)
+    return np.argsort(generator(seed, epoch, "together").random(num_units), kind="stable")
+
+
+def all_plus(num_units: int, seed: int, epoch: int, worker: int) -> IntArray:  # noqa: ARG001
+    """What balancing does if every sign is plus: even places in order, then odd places reversed, in every epoch.
+
+    No gradient and no chance is in it, beyond the order of epoch 0. A unit without a partner goes to the middle.
+    """
+    pairs = num_units // 2
+    places = np.arange(2 * pairs)
+    alone = np.arange(2 * pairs, num_units)
+    riffle = np.concatenate([places[::2], alone, places[1::2][::-1]])
+    order = np.arange(num_units)
+    while epoch:  # the power of a permutation, by squaring
+        if epoch % 2:
+            order = order[riffle]
+        riffle, epoch = riffle[riffle], epoch // 2
+    return order
+
+
 def flip_flop(num_units: int, seed: int, epoch: int, worker: int) -> IntArray:
     """A fresh permutation every second epoch, and its reverse in between (Rajput et al., 2022)."""
     forward = reshuffled(num_units, seed, epoch - epoch % 2, worker)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from _asserts import assert_permutation
 from cdgrab import ORDERS, Ordering
@@ -48,6 +49,37 @@ def test_lanes_draw_different_permutations() -> None:
     assert len({tuple(order.tolist()) for order in ordering.orders}) == 4
 
 
+@pytest.mark.parametrize("length", [40, 38, 37])
+def test_lanes_that_share_a_permutation_keep_the_units_of_a_step(length: int) -> None:
+    ordering = Ordering(length, batch_size=4, unit_size=1, order="shared-rr", lanes=4)
+    dealt = [lane.tolist() for lane in ordering.orders]
+    seen = []
+    for epoch in (1, 2, 3):
+        ordering.set_epoch(epoch)
+        turns = [
+            [mine.index(unit) for unit in lane.tolist()] for mine, lane in zip(dealt, ordering.orders, strict=True)
+        ]
+        common = [[turn for turn in lane if turn < length // 4] for lane in turns]  # some lanes have one unit more
+        assert common == [common[0]] * 4
+        assert_permutation(common[0], range(length // 4))
+        seen.append(tuple(common[0]))
+    assert len(set(seen)) == 3
+
+
+@pytest.mark.parametrize("length", [40, 38, 37, 9])
+def test_all_plus_is_balancing_without_differences(length: int) -> None:
+    plus, balanced = (
+        Ordering(length, batch_size=4, unit_size=1, order=order, lanes=4) for order in ("all-plus", "cd-grab")
+    )
+    for _ in range(7):
+        assert plus.remaining().tolist() == balanced.remaining().tolist()
+        for rows in torch.zeros(length, 3).split(4):
+            balanced.observe(rows)
+        plus.set_epoch(plus.epoch + 1)
+
+
 def test_unknown_order_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown order 'cdgrab'; choose one of rr, global-rr, shuffle-once"):
+    with pytest.raises(
+        ValueError, match="unknown order 'cdgrab'; choose one of rr, shared-rr, global-rr, shuffle-once"
+    ):
         find_order("cdgrab")
