@@ -8,47 +8,18 @@ Ratios are the paper's: epochs until then over all epochs of the rival, seconds 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cdgrab import ORDERS
+from cdgrab_experiments import published
 from cdgrab_experiments.config import RunConfig
+from cdgrab_experiments.estimates import Estimate, Gap
 from cdgrab_experiments.records import EpochRecord, Run, settings
 
 RIVAL = "rr"
-LARGEST = 1e100  # beyond it sums of squares may overflow; only a run that diverges comes there
 _SECONDS = [field.name for field in fields(EpochRecord) if field.name.startswith("seconds")]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A figure over seeds.
-
-    Attributes:
-        deviation: Standard deviation of single seeds; None for one seed.
-        half_width: Of the 95 % interval of the mean, by Student's t: with the three to five seeds of an experiment a
-            bootstrap would draw from so few values that its interval comes out too narrow. None for one seed.
-        count: How many seeds.
-    """
-
-    mean: float
-    deviation: float | None
-    half_width: float | None
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate | None:
-        """None if there are no values; values that are no numbers, or whose sums are none, count as absent."""
-        values = [value for value in values if abs(value) < LARGEST]
-        if not values:
-            return None
-        if len(values) == 1:
-            return cls(values[0], None, None, 1)
-        deviation = statistics.stdev(values)
-        half_width = student_quantile(len(values) - 1) * deviation / math.sqrt(len(values))
-        return cls(statistics.fmean(values), deviation, half_width, len(values))
 
 
 @dataclass(frozen=True)
@@ -67,8 +38,7 @@ class Row:
         epochs_ratio: `epochs` over all epochs of the rival, with `seconds_ratio` alike.
         seconds_per_epoch: Over finished seeds.
         pace: Seconds per epoch over the rival's, seed by seed.
-        lower: In how many of the seeds that both finished the final loss is below the rival's.
-        both: How many seeds both finished.
+        difference: Of the final loss from the rival's, over the seeds that both finished.
     """
 
     contender: str
@@ -85,8 +55,7 @@ class Row:
     seconds_ratio: Estimate | None
     seconds_per_epoch: Estimate | None
     pace: Estimate | None
-    lower: int
-    both: int
+    difference: Estimate | None
 
 
 @dataclass(frozen=True)
@@ -97,6 +66,7 @@ class Comparison:
         title: The setting in words, different for every setting of a call of `compare`.
         runs: By contender, then by seed; without seconds where several ran at a time.
         rows: The rival first, then `cd-grab`, then the others.
+        gap: The difference in final loss that one is looking for; None without a rival.
         notes: What a reader must know about these figures: unfinished, missing or diverged runs, few seeds.
     """
 
@@ -105,6 +75,7 @@ class Comparison:
     rival: str
     runs: dict[str, dict[int, Run]]
     rows: list[Row]
+    gap: Gap | None
     notes: list[str]
 
     @property
@@ -160,18 +131,6 @@ def diverged(run: Run) -> bool:
     return run.complete and not finished(run)
 
 
-def student_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t: a table, and beyond it the expansion around the normal one."""
-    table = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157)
-    if freedom <= len(table):
-        return table[freedom - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    first = (z**3 + z) / (4 * freedom)
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    return z + first + second + third
-
-
 def _compare_setting(setting: RunConfig, title: str, found: list[Run], rival: str) -> Comparison:
     notes: list[str] = []
     runs: dict[str, dict[int, Run]] = {}
@@ -183,7 +142,21 @@ def _compare_setting(setting: RunConfig, title: str, found: list[Run], rival: st
             mine.setdefault(run.config.seed, _trusted(run))
     targets = {seed: run for seed, run in runs.get(rival, {}).items() if finished(run)}
     rows = [_row(contender, mine, targets) for contender, mine in runs.items()]
-    return Comparison(setting, title, rival, runs, rows, notes + _notes(runs, rows, rival))
+    gap = _gap(setting, next((row for row in rows if row.contender == rival), None))
+    return Comparison(setting, title, rival, runs, rows, gap, notes + _notes(runs, rows, rival))
+
+
+def _gap(setting: RunConfig, rival: Row | None) -> Gap | None:
+    """The paper's, if it has one and there is as much to gain; else what would be worth having."""
+    if rival is None or rival.final is None:
+        return None
+    paper = published.find(setting)
+    wanted = 0.0 if paper is None or rival.contender != RIVAL else paper.gap
+    if rival.above is not None and (not wanted or wanted > rival.above.mean):
+        return Gap(rival.above.mean / 2, f"half of {rival.contender}'s distance to the minimum")
+    if wanted:
+        return Gap(wanted, "the paper's gap")
+    return Gap(abs(rival.final.mean) / 100, f"1 % of {rival.contender}'s loss")
 
 
 def _trusted(run: Run) -> Run:
@@ -219,8 +192,7 @@ def _row(contender: str, runs: dict[int, Run], targets: dict[int, Run]) -> Row:
         seconds_ratio=Estimate.of([_over(seconds, end.seconds) for _, seconds, end in there]),
         seconds_per_epoch=Estimate.of([_over(record.seconds, record.epoch) for record in last.values()]),
         pace=Estimate.of([_over(_over(a.seconds, a.epoch), _over(b.seconds, b.epoch)) for a, b in paces]),
-        lower=sum(a.loss < b.loss for a, b in paces),
-        both=len(paces),
+        difference=Estimate.of([a.loss - b.loss for a, b in paces]),
     )
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from cdgrab_experiments.compare import LARGEST, finished, metric_of
+from cdgrab_experiments.compare import finished, metric_of
+from cdgrab_experiments.estimates import LARGEST
 from cdgrab_experiments.records import EpochRecord, Run
 
 Array = npt.NDArray[np.float64]

@@ -45,6 +45,11 @@ class Published:
     note: str = ""
 
     @property
+    def gap(self) -> float:
+        """How far CD-GraB's final loss is below D-RR's; 0 if that is not known."""
+        return self.loss["rr"] - self.loss["cd-grab"] if {"rr", "cd-grab"} <= self.loss.keys() else 0.0
+
+    @property
     def epochs_ratio(self) -> str:
         """Epochs to the target over all epochs, as the paper counts them."""
         if self.epochs_to_target is None:

@@ -22,15 +22,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from cdgrab_experiments import published, records, words
-from cdgrab_experiments.compare import Comparison, Estimate, compare
+from cdgrab_experiments.compare import Comparison, compare
 from cdgrab_experiments.curves import PARTS, Band, Curve, curves, time_split
+from cdgrab_experiments.estimates import Estimate
 from cdgrab_experiments.looks import looks
 from cdgrab_experiments.plots import by_workers, task_title, write_figures
 from cdgrab_experiments.whole_files import write_whole
 
 # Longer runs are thinned out: nobody sees more points than a chart has pixels.
 POINTS = 240
-TONES = {"gain": "Gain", "mixed": "Mixed", "none": "No gain", "unknown": "Open"}
+TONES = {outcome: words_of.capitalize() for outcome, words_of in words.OUTCOMES.items()}
 SCALES = [("zoomed", "Zoomed"), ("linear", "Linear"), ("log", "Log")]
 BALANCE = {"herding_bound": "Herding bound", "imbalance": "Imbalance"}
 SETUP = ("batch_size", "epochs", "optimizer", "lr", "momentum", "weight_decay", "schedule", "partition", "workers")
@@ -200,13 +201,12 @@ def _glance(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     rows = []
     for i, comparison in enumerate(comparisons):
         row = comparison.row("cd-grab")
-        verdict = next((v for v in words.verdicts(comparison) if v.contender == "cd-grab"), None)
         paper = published.find(comparison.setting)
         seeds = f"{row.reached} of {row.tried} seeds" if row and row.tried else ""
         rows.append(
             [
                 words.Cell(comparison.title, "stand-in data" if _stands_in(comparison) else "", f"#setting-{i}"),
-                words.Cell(TONES[verdict.tone] if verdict else words.ABSENT),
+                *(words.outcome_cells(row, comparison) if row else [words.Cell(words.ABSENT)] * 2),
                 words.Cell("never" if row and row.tried and not row.reached else _interval(row, "epochs_ratio"), seeds),
                 words.Cell(paper.epochs_ratio if paper and paper.epochs_ratio else words.ABSENT),
                 words.Cell("never" if row and row.tried and not row.reached else _interval(row, "seconds_ratio")),
@@ -215,7 +215,8 @@ def _glance(comparisons: Sequence[Comparison]) -> dict[str, Any]:
         )
     header = [
         "",
-        "cd-grab",
+        "cd-grab's final loss less rr's",
+        "verdict",
         "share of rr's epochs",
         "in the paper",
         "share of rr's seconds",

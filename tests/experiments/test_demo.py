@@ -20,7 +20,8 @@ def test_cd_grab_beats_rr_in_the_regime_of_the_demo(tmp_path: Path, capsys: pyte
         rr, cd_grab = comparison.row("rr"), comparison.row("cd-grab")
         assert rr is not None
         assert cd_grab is not None
-        assert cd_grab.lower == cd_grab.both == 2  # on every seed
+        ours, theirs = (comparison.runs[order] for order in ("cd-grab", "rr"))
+        assert all(ours[seed].epochs[-1].loss < theirs[seed].epochs[-1].loss for seed in range(2))
         if comparison.setting.variant == "softmax":
             assert rr.above is not None
             assert cd_grab.above is not None
