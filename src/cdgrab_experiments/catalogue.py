@@ -284,5 +284,5 @@ def find_set(name: str) -> DataSet:
     if name not in CATALOGUE:
         near = difflib.get_close_matches(name, CATALOGUE, n=1, cutoff=0.3)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise DataError(f"there is no data set {name!r}{hint} There are {', '.join(CATALOGUE)}")
+        raise DataError(f"there is no data set {name!r}{hint}; choose one of {', '.join(CATALOGUE)}")
     return CATALOGUE[name]

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 import cdgrab
@@ -26,23 +25,20 @@ from cdgrab import ORDERS, RULES
 from cdgrab_experiments import data as data_sets
 from cdgrab_experiments.batch import run_all
 from cdgrab_experiments.choices import Choices, resolve
-from cdgrab_experiments.compare import RIVAL
-from cdgrab_experiments.compare import compare as compared
 from cdgrab_experiments.config import RunConfig
 from cdgrab_experiments.download import download as fetch
 from cdgrab_experiments.interrupts import interruptible
 from cdgrab_experiments.recipes import HERDING, HERDING_TITLE, RECIPES, find_recipe
-from cdgrab_experiments.records import Run, load_readable
+from cdgrab_experiments.records import load_readable
 from cdgrab_experiments.runner import Interrupted, Place, check_writable, estimate
 from cdgrab_experiments.tasks import TASKS
+from cdgrab_experiments.terminal import show
 from cdgrab_experiments.theory.cli import verify
-from cdgrab_experiments.words import LEGEND, table, verdicts
 from cdgrab_experiments.writers import WRITERS
 
 app = typer.Typer(
     help="Experiments with gradient-balanced data ordering: run, compare, report.",
     epilog="Exit status: 0 done, 1 a run diverged or a check failed, 2 bad input, 130 interrupted (work is saved).",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -178,7 +174,7 @@ def paper(
         listing.add_row(HERDING, "-", HERDING_TITLE)
         console.print(listing)
         if not list_:
-            raise ValueError("which figure? Name one of the above")
+            raise ValueError("no figure is named; choose one of the above, as in cdgrab paper hmda")
         return
     if figure == HERDING:
         if dry_run:
@@ -258,7 +254,7 @@ def _do(
             raise ValueError(f"unknown --log {name!r}; choose one of {', '.join(WRITERS)}")
     console = Console(quiet=_rank() > 0)
     if _rank() >= 0 and jobs > 1:
-        raise ValueError("--jobs is for one process; ranks of torchrun share every run")
+        raise ValueError("--jobs is for one process, and ranks of torchrun share every run; leave it out")
     place = replace(place, jobs=jobs)
     if dry_run:
         _foretell(todo, place, console, jobs)
@@ -287,28 +283,6 @@ def _do(
     )
     if any(run.info.stopped for run in runs):
         raise typer.Exit(1)
-
-
-def show(runs: list[Run], console: Console) -> None:
-    """Tables and verdicts."""
-    for comparison in compared(runs):
-        found = table(comparison)
-        shown = Table(title=escape(f"{comparison.title}: {comparison.any_run.info.data}"), title_justify="left")
-        for number, column in enumerate(found.header):
-            shown.add_column(escape(column), justify="right" if number else "left")
-        for row in found.rows:
-            shown.add_row(*(f"{escape(c.main)}\n[dim]{escape(c.sub)}[/]" if c.sub else escape(c.main) for c in row))
-        console.print(shown, highlight=False)
-        for text in [*(verdict.text for verdict in verdicts(comparison)), *comparison.notes]:
-            console.print(f"- {text}", highlight=False, markup=False, soft_wrap=True)
-    console.print(LEGEND.format(RIVAL), style="dim", highlight=False)
-    for run in runs:
-        if run.info.stopped:
-            console.print(
-                f"{run.config.title}, {run.config.contender}, seed {run.config.seed}: {run.info.stopped}",
-                style="red",
-                markup=False,
-            )
 
 
 def _foretell(todo: list[RunConfig], place: Place, console: Console, jobs: int) -> None:
@@ -354,24 +328,49 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+FIRST = """cdgrab {}: gradient-balanced data ordering for PyTorch. Three commands to try:
+
+  cdgrab compare digits    a balanced order against random reshuffling; needs no data
+  cdgrab report results    a page with charts of all runs so far
+  cdgrab paper --list      the figures of the paper, one command each
+
+All commands: cdgrab --help"""
+
+
+@app.callback(invoke_without_command=True)
 def _main(
-    version: Annotated[
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001  acts by its callback
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        typer.echo(FIRST.format(cdgrab.__version__))
+
+
+# Of the package click, or of the copy of it that newer releases of typer have.
+_UsageError: Any = typer.BadParameter.__base__
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Run the command line; errors of the user's become one line and a status."""
+    """Run the command line; errors of the user's become one line, which ends with what to do, and a status."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     interruptible()
     try:
-        return app(arguments, standalone_mode=True)
+        status = app(arguments, prog_name="cdgrab", standalone_mode=False)
     except Interrupted as stopped:
         errors.print(str(stopped))
         sys.exit(130)
-    except (ValueError, OSError) as error:
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except _UsageError as error:
+        command = error.ctx.command_path if error.ctx is not None else "cdgrab"
+        errors.print(f"Error: {error.format_message().rstrip('.')}; see {command} --help")
+        sys.exit(2)
+    except OSError as error:
+        errors.print(f"Error: {error}; check that path, or choose another with --results, --data or --out")
+        sys.exit(2)
+    except ValueError as error:
         errors.print(f"Error: {error}")
         sys.exit(2)
+    sys.exit(status if isinstance(status, int) else 0)

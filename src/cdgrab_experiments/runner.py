@@ -132,7 +132,7 @@ def _loaded(config: RunConfig, place: Place) -> Problem:
         problem = task.load(place.data, config.variant, config.seed)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f'the task {task.name} needs the package {error.name}: pip install "cdgrab[paper,text]"'
+            f'the task {task.name} needs the package {error.name}: pip install "cdgrab[experiments,text]"'
         ) from error
     _DATA[config.task, config.variant, place.data] = problem.data
     if problem.gradient is not None and place.device == "cpu":

@@ -106,7 +106,11 @@ def test_a_run_that_diverges(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["compare", "digits", "--orders", ","], "--orders is empty"),
         (["paper", "hmdaa"], "unknown figure 'hmdaa' (did you mean 'hmda'?)"),
         (["report", "/nowhere"], "/nowhere"),
-        (["data", "--download", "m4"], "did you mean"),
+        (["data", "--download", "m4"], "did you mean 'm4-weekly'?; choose one of hmda-ny-2017"),
+        (["zzz"], "No such command 'zzz'; see cdgrab --help"),
+        (["run"], "Missing argument 'task'; see cdgrab run --help"),
+        (["run", "digits", "--epochs", "many"], "see cdgrab run --help"),
+        (["paper"], "no figure is named; choose one of the above, as in cdgrab paper hmda"),
         (["verify", "herdin"], "herding"),
     ],
 )
@@ -122,6 +126,13 @@ def test_what_is_refused(
     assert status == 2
     assert message in errors
     assert "Traceback" not in errors
+
+
+def test_without_arguments_it_says_what_to_try(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(capsys)
+    assert status == 0
+    for command in ("cdgrab compare digits", "cdgrab report results", "cdgrab paper --list", "cdgrab --help"):
+        assert command in out
 
 
 def test_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,12 @@ def test_cd_grab_beats_rr_in_the_regime_of_the_demo(tmp_path: Path, capsys: pyte
             assert cd_grab.above is not None
             assert cd_grab.above.mean < rr.above.mean / 2
     assert "cd-grab" in (tmp_path / "report.html").read_text()
-    assert "A page to look at:" in capsys.readouterr().out.replace("\n", " ")
+    lines = capsys.readouterr().out.rstrip().splitlines()
+    assert lines[-1] == f"A page to look at: {tmp_path / 'report.html'}"
+    assert len(lines) < 24  # a screen
+    assert all(len(line) <= 80 for line in lines[:-1])
+    assert [line.split(",")[0] for line in lines if "workers" in line] == ["softmax", "softmax", "mlp", "mlp"]
+    assert "…" not in "".join(lines)
 
 
 @pytest.mark.parametrize("arguments", [["--seeds", "0"], ["--epochs", "-1"], ["--results", "/proc/none"]])
