@@ -13,7 +13,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,7 +34,7 @@ class Classifier(pl.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 5))
         self.losses: list[Tensor] = []
-        self.saved: list[dict[str, Any]] | None = None  # cdgrab: orderings of a checkpoint, one for each rank
+        self.saved: dict[str, Any] | None = None  # cdgrab: the ordering of a checkpoint
 
     def train_dataloader(self) -> DataLoader[Any]:
         dataset = make_data()
@@ -46,14 +45,10 @@ class Classifier(pl.LightningModule):
         assert self.trainer.model is not None
         self.ordering.attach(self.trainer.model)  # cdgrab
         if self.saved is not None:  # cdgrab
-            self.ordering.load_state_dict(self.saved[self.global_rank])  # cdgrab
+            self.ordering.load_state_dict(self.saved)  # cdgrab
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        states: list[Any] = [self.ordering.state_dict()]  # cdgrab
-        if self.trainer.world_size > 1:  # cdgrab: rank 0 writes the file, with the states of all
-            mine, states = states[0], [None] * self.trainer.world_size  # cdgrab
-            dist.all_gather_object(states, mine)  # cdgrab
-        checkpoint["ordering"] = states  # cdgrab
+        checkpoint["ordering"] = self.ordering.state_dict()  # cdgrab: that of all ranks
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.saved = checkpoint["ordering"]  # cdgrab

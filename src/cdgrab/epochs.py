@@ -6,6 +6,7 @@ This module holds all that changes while an ordering lives. Users hold an `Order
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,18 +19,21 @@ from torch import Tensor
 
 from cdgrab.arguments import as_rows
 from cdgrab.balancing.tally import Tally
+from cdgrab.elastic import Saved, part_for
 from cdgrab.exchange.agreement import check_digest
 from cdgrab.exchange.connection import Connection
 from cdgrab.exchange.sharded import ShardedPairs
 from cdgrab.fields import Fields, damaged
 from cdgrab.intake import Intake, Sketched
-from cdgrab.lanes import IntArray, Lanes, narrowest
+from cdgrab.lanes import IntArray, Lanes, narrowest, samples_each
 from cdgrab.metrics import Meter, loaded_figures
 from cdgrab.orders import Free
 from cdgrab.orders.fill import from_lanes
 from cdgrab.progress import Progress
 from cdgrab.settings import Settings
 from cdgrab.sources.port import CountedStep
+
+log = logging.getLogger("cdgrab")
 
 
 class Epochs:
@@ -156,6 +160,7 @@ class Epochs:
 
         self.epoch, self.meter.seconds = epoch, 0.0
         spec = self.settings.spec
+        self.lanes = replace(self.lanes, num_samples=self._dealt.num_samples)  # what was dealt anew may have had fewer
         if isinstance(spec, Free):
             self.lanes = self._dealt_in(epoch)
             self.order_N = self._baseline(spec, epoch)
@@ -216,26 +221,44 @@ class Epochs:
         return {
             **self.intake.state_dict(),
             "examples": torch.from_numpy(self.lanes.in_order(self.order_N)),
+            "samples": self.lanes.num_samples,
             "progress": self.progress.state_dict(),
             "metrics": dict(self.meter.figures),
             "seconds": self.meter.seconds,
         }
 
-    def load_state_dict(self, epoch: int, state: Fields) -> None:
-        """Continue at `epoch` with the state of this process. One that is refused changes nothing."""
+    def all_states(self) -> dict[int, Any]:
+        """The states of all processes, by rank; of this one alone, if it cannot reach the others."""
+        settings, mine = self.settings, self.state_dict()
+        if not settings.ranks_meet:
+            return {settings.world.rank: mine}
+        if self._connection.exchange.replicates and settings.world.rank:
+            mine["sorter"] = None
+        everyone: list[Any] = [None] * settings.world.size
+        dist.all_gather_object(everyone, mine, group=self._connection.group)
+        return dict(enumerate(everyone))
+
+    def load_state_dict(self, saved: Saved) -> None:
+        """Continue with the state of all processes, or of this one. One that is refused changes nothing."""
+        epoch, settings = saved.epoch, self.settings
         dealt = self._dealt_in(epoch)
-        lanes = replace(dealt, shard=_examples(state, len(dealt.shard), dealt.num_examples))
+        intake = Intake(settings, self._connection.exchange, sketched=self.intake.sketched, model=self.intake.model)
+        intake.start_epoch(epoch, dealt)
+        fresh = None if intake.sorter is None else intake.sorter.state_dict()
+        state, line = part_for(settings, saved, dealt, fresh, intake.form)
+        samples = state.whole("samples", least=1, most=samples_each(dealt.num_examples, dealt.world))
+        examples = _examples(state, len(dealt.shard), dealt.num_examples)
+        lanes = replace(dealt, shard=examples, num_samples=samples)
         order_N = _as_dealt(lanes)
         progress = Progress(lanes, epoch, order_N)
         progress.load_state_dict(state.inside("progress"))
-        intake = Intake(
-            self.settings, self._connection.exchange, sketched=self.intake.sketched, model=self.intake.model
-        )
         intake.load_state_dict(state, epoch, lanes, progress.visits)
         figures, seconds = loaded_figures(state.inside("metrics")), state.number("seconds", least=0.0)
         # Nothing below can fail.
         self.epoch, self.lanes, self.order_N, self.progress, self.intake = epoch, lanes, order_N, progress, intake
         self.meter.figures, self.meter.seconds = figures, seconds
+        if line is not None and settings.world.rank == 0:
+            log.warning(line)
 
     def _dealt_in(self, epoch: int) -> Lanes:
         """The lanes as the seed deals them."""

@@ -58,9 +58,17 @@ class Intake:
     @property
     def form(self) -> str:
         """The form in which gradients come to the sorter, in words. A state fits only the same form."""
-        rows = "rows" if self.sketched is None else f"sketches of {self.sketched.length} numbers"
         name = self._exchange.name
-        return f"{rows} of one process" if name is None else f"{rows} (exchange {name!r})"
+        return f"{self.kind} of one process" if name is None else f"{self.kind} (exchange {name!r})"
+
+    @property
+    def kind(self) -> str:
+        """What rows are, wherever they come from."""
+        return "rows" if self.sketched is None else f"sketches of {self.sketched.length} numbers"
+
+    @property
+    def _watched(self) -> int:
+        return 0 if self.sketched is None else self.sketched.watched
 
     def start_epoch(self, epoch: int, lanes: Lanes) -> None:
         if self.sorter is not None:
@@ -142,6 +150,8 @@ class Intake:
         self.settle()
         return {
             "form": self.form,
+            "kind": self.kind,
+            "watched": self._watched,
             "model": self.model,
             "dim": self._dim or 0,
             "dtype": str(self._dtype or torch.float32).removeprefix("torch."),
@@ -158,6 +168,9 @@ class Intake:
         dtype = types.get(state.text("dtype") or "")
         if dtype is None:
             raise state.refuse("dtype", state.raw("dtype"), "float32 or float64")
+        kind, watched = state.text("kind"), state.whole("watched")
+        if form == self.form and (kind, watched) != (self.kind, self._watched):
+            raise damaged(f"it has {form}, and says that they are {kind} with {watched} witnesses")
         self._check_source(form, model, visits)
         same = form == self.form and model in (None, self.model or model)
         if same:
@@ -194,9 +207,8 @@ class Intake:
         settings = self._settings
         # Lanes that balance alone have a generator each, the same on any number of ranks.
         rngs = [generator(settings.seed, lane, "rule") for lane in settings.sorted_lanes]
-        watched = 0 if self.sketched is None else self.sketched.watched
         own = self._exchange.sorter(rngs, settings.make_rule)
-        return own or make_sorter(settings.spec, rngs, settings.make_rule, settings.block, watched)
+        return own or make_sorter(settings.spec, rngs, settings.make_rule, settings.block, self._watched)
 
     def _use_device(self, device: torch.device) -> None:
         """Keep all rows on the device of the first. A loaded state, which is on the CPU, moves there."""

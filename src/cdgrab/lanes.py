@@ -174,17 +174,23 @@ def deal(
         dealt = torch.randperm(num_examples, generator=random, device="cpu").numpy()
     else:
         dealt = np.arange(num_examples)
-    num_samples = math.ceil(num_examples / world.size)
-    if whole_batches is not None:
-        num_samples = num_examples // world.size // whole_batches * whole_batches
-        if num_samples == 0:
-            raise ValueError(
-                f"{num_examples} examples do not fill one batch of {whole_batches} on each of {world.size} processes, "
-                "so drop_last=True leaves none; use drop_last=False, a smaller batch or fewer processes"
-            )
+    num_samples = samples_each(num_examples, world, whole_batches)
     dealt = dealt.astype(narrowest(num_examples), copy=False)
     shard, head = dealt[world.rank :: world.size].copy(), dealt[: max(world.size, _HEAD)].copy()
     return Lanes(num_examples, world, lanes or world.size, unit_size, num_samples, seed, shard, epoch, head)
+
+
+def samples_each(num_examples: int, world: World, whole_batches: int | None = None) -> int:
+    """The number of examples that every process visits in an epoch, padding included."""
+    if whole_batches is None:
+        return math.ceil(num_examples / world.size)
+    num_samples = num_examples // world.size // whole_batches * whole_batches
+    if num_samples == 0:
+        raise ValueError(
+            f"{num_examples} examples do not fill one batch of {whole_batches} on each of {world.size} processes, "
+            "so drop_last=True leaves none; use drop_last=False, a smaller batch or fewer processes"
+        )
+    return num_samples
 
 
 def narrowest(count: int) -> np.dtype[np.signedinteger]:

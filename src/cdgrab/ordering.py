@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from cdgrab.arguments import Fingerprint, whole_number
 from cdgrab.balancing.rules import RuleMaker
+from cdgrab.elastic import LAYOUT, Saved
 from cdgrab.epochs import Epochs
 from cdgrab.exchange import ExchangeMaker
 from cdgrab.exchange.connection import Connection
@@ -288,28 +289,46 @@ class Ordering:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The state from which training continues to the bit, at any step. Nothing in it changes afterwards."""
+        """The state from which training continues to the bit, at any step. Nothing in it changes afterwards.
+
+        It is that of all ranks: rank 0 may save it, and any number of ranks load it. All ranks must call this method,
+        at the same step.
+        """
         epochs = self._settled()
-        parts = {self.world.rank: epochs.state_dict()}
-        return pack({"config": self._config, "epoch": epochs.epoch, "parts": parts})
+        return self._packed(epochs.all_states())
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """The state of this rank alone, without communication. Every rank saves its own, and as many ranks load them.
+
+        For units that are batches of a large model, of whose stored gradients each rank has a slice.
+        """
+        return self._packed({self.world.rank: self._settled().state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. A state that does not fit raises `ValueError` and changes nothing."""
-        epochs, saved = self._settled(), unpack(state)
-        check_config(saved.inside("config"), self._config)
-        parts = saved.inside("parts")
-        if self.world.rank not in parts.values:
-            raise ValueError(
-                f"the state is that of rank {', '.join(map(str, parts.values))}, and this is rank {self.world.rank}; "
-                "every rank must load its own"
-            )
-        epochs.load_state_dict(saved.whole("epoch"), parts.inside(self.world.rank))
+        """Continue where `state` was taken. A state that does not fit raises `ValueError` and changes nothing.
+
+        With single examples and the same global batch, another number of ranks makes no difference. With another global
+        batch, or units that are batches, the examples are dealt anew in their order, and one line says so.
+        """
+        epochs, content = self._settled(), unpack(state)
+        check_config(content.inside("config"), _divided(self._config)[0])
+        epochs.load_state_dict(Saved.of(content, self._settings))
+
+    def _packed(self, parts: dict[int, Any]) -> dict[str, Any]:
+        config, layout = _divided(self._config)
+        return pack({"config": config, "layout": layout, "epoch": self._epochs.epoch, "parts": parts})
 
     def _settled(self) -> Epochs:
         """The epochs, after all pending work of an attached model. Starts no collective: one rank may call it alone."""
         if self._attachment is not None:
             self._attachment.settle()
         return self._epochs
+
+
+def _divided(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values that a state must share with an ordering, and those in which it may differ."""
+    same = {key: value for key, value in config.items() if key not in LAYOUT}
+    return same, {key: config[key] for key in LAYOUT}
 
 
 def _as_indices(units: IntArray) -> Tensor:

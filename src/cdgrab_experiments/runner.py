@@ -205,12 +205,7 @@ class _Running:
             self._save_state()
 
     def _state(self) -> dict[str, Any]:
-        state = {**self.trainer.state_dict(), "where": self.where}
-        if self.ranks > 1:  # every rank has an order of its own
-            orderings: list[Any] = [None] * self.ranks
-            dist.all_gather_object(orderings, state["ordering"])
-            state["ordering"] = orderings
-        return state
+        return {**self.trainer.state_dict(), "where": self.where}
 
     @property
     def where(self) -> str:

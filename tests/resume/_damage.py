@@ -60,7 +60,7 @@ def loads(make: Callable[[], Ordering], named: Iterator[tuple[str, Any]]) -> tup
     found: Counter[str] = Counter()
     others = []
     ordering = make()
-    before = ordering.state_dict()["payload"]
+    before = ordering.rank_state_dict()["payload"]
     for name, state in named:
         kind = "refused"
         try:
@@ -73,7 +73,7 @@ def loads(make: Callable[[], Ordering], named: Iterator[tuple[str, Any]]) -> tup
         if kind != "refused":
             others.append(f"{kind}: {name}")
         found[kind.split()[0]] += 1
-    if ordering.state_dict()["payload"] != before:
+    if ordering.rank_state_dict()["payload"] != before:
         others.append("changed")
     return found, others
 

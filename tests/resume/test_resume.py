@@ -109,10 +109,9 @@ def test_distributed_checkpoint(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"seed": 1}, "saved with seed=0, this ordering has seed=1"),
-        ({"batch_size": 8}, "saved with batch_size=12, this ordering has batch_size=8"),
+        ({"drop_last": True}, "saved with drop_last=False, this ordering has drop_last=True"),
         ({"order": "pair"}, "saved with order='cd-grab', this ordering has order='pair'"),
         ({"rule": "walk"}, "saved with rule='greedy', this ordering has rule='walk'"),
-        ({"lanes": 3}, "saved with lanes=4, this ordering has lanes=3"),
         ({"dataset": 44}, "saved with num_examples=45, this ordering has num_examples=44"),
     ],
 )

@@ -25,6 +25,7 @@ class Exchange:
         takes_sketches: Whether it takes short rows of single examples.
         pairs_only: Whether it serves only pair differences.
         shares_signs: Whether one rank decides the signs of all.
+        replicates: Whether all ranks have the same rows, so that the state of one is that of all.
         bytes_sent: The bytes this rank has sent so far.
     """
 
@@ -32,6 +33,7 @@ class Exchange:
     takes_sketches: ClassVar[bool] = True
     pairs_only: ClassVar[bool] = False
     shares_signs: ClassVar[bool] = False
+    replicates: ClassVar[bool] = False
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group

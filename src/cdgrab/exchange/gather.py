@@ -19,6 +19,7 @@ class Gather(Exchange):
     """All-gathers the rows of each step over a process group."""
 
     name = "gather"
+    replicates = True
 
     def collect(self, rows_mJD: Tensor) -> Tensor:
         return by_lane(self._all_gather(rows_mJD)())

@@ -19,6 +19,7 @@ class Server(Gather):
 
     name = "server"
     shares_signs = True
+    replicates = False
     start = Exchange.start
 
     def collect(self, rows_mJD: Tensor) -> Tensor | None:  # type: ignore[override]

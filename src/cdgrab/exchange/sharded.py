@@ -24,7 +24,7 @@ from torch import Tensor
 
 from cdgrab.balancing.rules import Rule, RuleMaker, load_rule
 from cdgrab.balancing.tables import advance, balance, difference_table
-from cdgrab.balancing.tally import Tally
+from cdgrab.balancing.tally import Tally, Witness
 from cdgrab.exchange.base import Exchange
 from cdgrab.exchange.gather import Gather, by_lane
 from cdgrab.fields import Fields, damaged
@@ -39,6 +39,7 @@ class Sharded(Gather):
     name = "sharded"
     takes_sketches = False
     pairs_only = True
+    replicates = False
     start = Exchange.start
 
     def collect(self, rows_mJD: Tensor) -> Tensor:
@@ -261,3 +262,47 @@ class ShardedPairs:
         self.decisions.load_state_dict(state.inside("decisions"))
         self._tally = Tally.loaded(state.inside("tally"))
         load_rule(self._rule, state.inside("rule"))
+
+
+def whole_of(states: list[dict[str, Any]], dim: int) -> dict[str, Any] | None:
+    """The state of a sorter with whole rows, from those of all ranks; None if rows came in buckets."""
+    first = states[0]
+    if any(name != "row" for name in first["running_sum"]):
+        return None
+    sums = [state["running_sum"]["row"] for state in states if state["running_sum"]]
+    rows = [state["differences"]["row"] for state in states if state["running_sum"]]
+    held_LD = torch.cat(rows, dim=1)[:, :dim] if first["second"] else torch.zeros(0, 0)
+    balancer = {
+        "running_sum": torch.cat([torch.zeros(0), *sums])[:dim],
+        "tally": first["tally"],
+        "witness": Witness().state_dict(),
+        "rule": first["rule"],
+    }
+    return {
+        "centring": {"held": held_LD, "counts": first["first"], "holding": first["second"]},
+        "waiting": torch.zeros(0, len(first["first"]), 0),
+        "decisions": first["decisions"],
+        "balancers": [balancer],
+    }
+
+
+def slice_of(whole: dict[str, Any], dim: int, rank: int, size: int, *, held: bool = True) -> dict[str, Any]:
+    """The state of `ShardedPairs` on a rank, from that of a sorter with whole rows; without `held` no pair is open."""
+    centring, balancer = whole["centring"], whole["balancers"][0]
+    waiting, num_lanes = centring["holding"] and held, len(centring["counts"])
+    width = math.ceil(dim / size)
+
+    def mine(rows: Tensor) -> Tensor:
+        filled = torch.nn.functional.pad(rows, (0, width * size - rows.shape[-1]))
+        return filled[..., rank * width : (rank + 1) * width].clone()
+
+    running_sum = balancer["running_sum"]
+    return {
+        "second": waiting,
+        "first": centring["counts"] if waiting else torch.ones(num_lanes, dtype=torch.bool),
+        "differences": {"row": mine(centring["held"]) if waiting else running_sum.new_zeros(0, width)} if dim else {},
+        "running_sum": {"row": mine(running_sum)} if dim else {},
+        "decisions": whole["decisions"],
+        "tally": balancer["tally"],
+        "rule": balancer["rule"],
+    }

@@ -249,8 +249,9 @@ class ExampleCapture:
         """Add the factors of a layer whose outputs have these gradients, unless it is left out."""
         if self._factors.ignores(layer):
             return
-        # The mean over fewer examples gives each of them more weight.
-        share = self._num / self._port.settings.batch_size if self._mean else 1.0
+        # The mean over fewer examples gives each of them more weight. All of a global batch have the same on any ranks.
+        settings = self._port.settings
+        share = self._num / (settings.batch_size * settings.world.size) if self._mean else 1.0
         rough = any(grad is not None and (grad.is_cuda or grad.dtype in _HALF) for grad in grads)
         with self._port.timed():
             try:
