@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,3 +137,46 @@ def test_another_global_batch_is_dealt_anew(options: dict[str, Any], steps: int)
         for seen in epochs[1:]:
             assert set(joined(seen)) == set(range(LENGTH))
             assert len(joined(seen)) < LENGTH + size
+
+
+def part_of_a_job(state: Any, steps: int) -> tuple[list[list[int]], Any]:
+    run = Run(24, source="sketch")
+    if state is not None:
+        run.ordering.load_state_dict(state)
+    seen = run.steps(steps)
+    state = run.ordering.state_dict()
+    run.ordering.detach()
+    return seen, state
+
+
+def test_one_job_moves_from_4_ranks_to_2_and_on_to_3() -> None:
+    """Two steps are an epoch. Both moves are in the middle of one."""
+    state, found = None, []
+    for size, steps in ((4, 3), (2, 2), (3, 3)):
+        answers = run_ranks(size, part_of_a_job, state, steps)
+        state = answers[0][1]
+        found += in_step(answers)
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        assert len(first) == 24
+        assert set(first) | set(second) == set(range(LENGTH))
+        assert len(second) - 20 <= 1  # three ranks repeat one example
+
+
+def through_a_checkpoint(folder: str, save: bool) -> tuple[list[list[int]], Any]:
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+    run = Run()
+    seen = run.steps(9) if save else []
+    states = {"ordering": run.ordering.state_dict()}
+    if save:
+        state_dict_saver.save(states, checkpoint_id=folder)
+        return run.steps(5), None
+    state_dict_loader.load(states, checkpoint_id=folder)
+    run.ordering.load_state_dict(states["ordering"])
+    return seen + run.steps(5), None
+
+
+def test_distributed_checkpoints_fit_other_numbers_of_ranks(tmp_path: Path) -> None:
+    expected = in_step(run_ranks(4, through_a_checkpoint, str(tmp_path), True))
+    for size in (4, 2):
+        assert in_step(run_ranks(size, through_a_checkpoint, str(tmp_path), False)) == expected
