@@ -12,7 +12,6 @@ import base64
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ from cdgrab_experiments import published, records, words
 from cdgrab_experiments.compare import Comparison, compare
 from cdgrab_experiments.curves import PARTS, Band, Curve, curves, time_split
 from cdgrab_experiments.estimates import Estimate
+from cdgrab_experiments.glance import glance, stands_in
 from cdgrab_experiments.looks import looks
+from cdgrab_experiments.markdown import markdown
 from cdgrab_experiments.plots import by_workers, task_title, write_figures
 from cdgrab_experiments.whole_files import write_whole
 
@@ -62,7 +63,7 @@ def write_report(folder: Path, out: Path, say: Callable[[str], None] = lambda _:
     comparisons = compare(runs)
     out.mkdir(parents=True, exist_ok=True)
     write_figures(comparisons, out / "figures")
-    write_whole(out / "comparison.md", words.markdown(comparisons, damaged))
+    write_whole(out / "comparison.md", markdown(comparisons, damaged))
     write_whole(out / "report.html", page(comparisons, damaged))
     return out / "report.html"
 
@@ -98,7 +99,7 @@ def page(comparisons: Sequence[Comparison], left_out: Sequence[str] = ()) -> str
         looks=numbers,
         sections=sections,
         overviews=overviews,
-        glance=_glance(comparisons),
+        glance=glance(comparisons),
         left_out=left_out,
         tones=TONES,
         scales=SCALES,
@@ -118,7 +119,7 @@ def _section(key: str, comparison: Comparison, lines: dict[str, Curve]) -> dict[
         "title": comparison.title,
         "rival": comparison.rival,
         "data": data,
-        "stand_in": _stands_in(comparison),
+        "stand_in": stands_in(comparison),
         "verdicts": words.verdicts(comparison),
         "notes": comparison.notes,
         "names": list(lines),
@@ -167,17 +168,14 @@ def _beside_the_paper(comparison: Comparison) -> dict[str, Any] | None:
         unit = f"{found.metric_name}, {published.NAMES[contender]} ({contender})"
         add(unit, f"{value:g}", words.spread(here))
     ours = mine.get("cd-grab")
+    share, pace = (words.interval(value) for value in ((ours.epochs_ratio, ours.pace) if ours else (None, None)))
     if found.epochs_ratio:
-        add("share of epochs CD-GraB takes to D-RR's final loss", found.epochs_ratio, _interval(ours, "epochs_ratio"))
+        add("share of epochs CD-GraB takes to D-RR's final loss", found.epochs_ratio, share)
     if found.pace:
-        add("seconds per epoch, CD-GraB over D-RR (authors' code)", found.pace, _interval(ours, "pace"))
+        add("seconds per epoch, CD-GraB over D-RR (authors' code)", found.pace, pace)
     differences = published.differences(comparison.setting, found)
     header = ["", "paper", "here"]
     return {"header": header, "rows": rows, "setup": found.setup, "note": found.note, "differences": differences}
-
-
-def _interval(row: Any, name: str) -> str:
-    return words.interval(getattr(row, name)) if row is not None else words.ABSENT
 
 
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:
@@ -194,35 +192,6 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
         values = dict.fromkeys(str(run.info.environment.get(key, "not recorded")) for run in runs)
         facts.append((key, "; ".join(values)))
     return facts
-
-
-def _glance(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """One line per setting, for the order the paper is about."""
-    rows = []
-    for i, comparison in enumerate(comparisons):
-        row = comparison.row("cd-grab")
-        paper = published.find(comparison.setting)
-        seeds = f"{row.reached} of {row.tried} seeds" if row and row.tried else ""
-        rows.append(
-            [
-                words.Cell(comparison.title, "stand-in data" if _stands_in(comparison) else "", f"#setting-{i}"),
-                *(words.outcome_cells(row, comparison) if row else [words.Cell(words.ABSENT)] * 2),
-                words.Cell("never" if row and row.tried and not row.reached else _interval(row, "epochs_ratio"), seeds),
-                words.Cell(paper.epochs_ratio if paper and paper.epochs_ratio else words.ABSENT),
-                words.Cell("never" if row and row.tried and not row.reached else _interval(row, "seconds_ratio")),
-                words.Cell(_interval(row, "pace")),
-            ]
-        )
-    header = [
-        "",
-        "cd-grab's final loss less rr's",
-        "verdict",
-        "share of rr's epochs",
-        "in the paper",
-        "share of rr's seconds",
-        "seconds per epoch over rr's",
-    ]
-    return {"header": header, "rows": rows}
 
 
 def _overview(key: str, group: Sequence[Comparison], numbers: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -290,12 +259,6 @@ def _json(data: dict[str, Any]) -> str:
 def _text(environment: Environment, name: str) -> str:
     assert environment.loader is not None
     return environment.loader.get_source(environment, name)[0]
-
-
-def _stands_in(comparison: Comparison) -> bool:
-    """Whether the data are not those they are named after."""
-    lines = {run.info.data for run in _all_runs([comparison])}
-    return any(re.search(r"stand[\s-]?in\b|stands in\b", line, re.IGNORECASE) for line in lines)
 
 
 def _all_runs(comparisons: Iterable[Comparison]) -> list[records.Run]:

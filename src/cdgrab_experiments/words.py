@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cdgrab_experiments.compare import Comparison, Row
@@ -91,33 +89,6 @@ def table(comparison: Comparison) -> Table:
     return Table(header, rows)
 
 
-def markdown(comparisons: Sequence[Comparison], left_out: Sequence[str] = ()) -> str:
-    """All tables, verdicts and notes as a Markdown document; what comes from records stays text in it.
-
-    Args:
-        comparisons: What is shown.
-        left_out: A line on every run that is not.
-    """
-    parts = ["# Comparison", *(LEGEND.format(rival) for rival in dict.fromkeys(c.rival for c in comparisons))]
-    for comparison in comparisons:
-        found = table(comparison)
-        lines = [_markdown_row(found.header), "|---|" + "---:|" * (len(found.header) - 1)]
-        lines += [_markdown_row([f"{c.main} ({c.sub})" if c.sub else c.main for c in row]) for row in found.rows]
-        said = [f"- {plain(text)}" for text in [*(v.text for v in verdicts(comparison)), *comparison.notes]]
-        parts += [f"## {plain(comparison.title)}", plain(comparison.any_run.info.data), "\n".join(lines)]
-        parts.append("\n".join(said))
-    if left_out:
-        parts += ["## Left out", "\n".join(f"- {plain(line)}" for line in left_out)]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def plain(text: str) -> str:
-    """`text` with whatever Markdown or HTML would take for markup escaped."""
-    text = re.sub(r"([\\`*\[\]<>|~&#$]|(?<!\w)_|_(?!\w))", r"\\\1", " ".join(text.split()))
-    text = re.sub(r"(?i)(?<=[a-z])(?=://)|(?<=www)(?=\.)", r"\\", text)  # no address becomes a link by itself
-    return re.sub(r"^(\d*)([-+=.)])(?=[-=\s]|$)", r"\1\\\2", text)  # nor a line a heading or an item of a list
-
-
 def verdicts(comparison: Comparison) -> list[Verdict]:
     """A few sentences for every contender but the rival."""
     return [_verdict(row, comparison) for row in comparison.rows if row.contender != comparison.rival]
@@ -170,7 +141,10 @@ def _chances(row: Row, comparison: Comparison, outcome: Outcome) -> str:
     if gap is None:
         return ""
     if outcome == "none":
-        return "" if found.surely_above(0.0) else f"The interval leaves out {gap.source} ({number(gap.value, 2)})."
+        if found.surely_above(0.0):
+            return ""
+        smaller = ", but not a smaller one" if found.mean < found.half_width else ""
+        return f"The interval leaves out {gap.source} ({number(gap.value, 2)}){smaller}."
     return f"That cannot tell: {_needed(found, gap)}."
 
 
@@ -254,7 +228,3 @@ def _with_error(mean: float, error: float | None, digits: int = 5) -> str:
     places = max(0, min(1 - math.floor(math.log10(error)), digits - math.floor(math.log10(abs(mean)))))
     rounded = f"{error:.{places}f}"
     return f"{mean:.{places}f} ± {rounded if float(rounded) else number(error, 1)}"
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(plain(cell) for cell in cells) + " |"

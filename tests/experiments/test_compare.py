@@ -9,8 +9,9 @@ from _runs import INFO, made_experiment, made_run
 from cdgrab_experiments.compare import compare, reached
 from cdgrab_experiments.curves import curve, time_split
 from cdgrab_experiments.estimates import Estimate, Gap
+from cdgrab_experiments.markdown import markdown
 from cdgrab_experiments.records import Run
-from cdgrab_experiments.words import markdown, verdicts
+from cdgrab_experiments.words import verdicts
 
 
 def test_reached_is_where_a_straight_line_crosses_for_the_last_time() -> None:

@@ -23,12 +23,12 @@ from cdgrab_experiments.choices import Choices, resolve
 from cdgrab_experiments.compare import compare
 from cdgrab_experiments.config import RunConfig
 from cdgrab_experiments.interrupts import interruptible
+from cdgrab_experiments.markdown import markdown
 from cdgrab_experiments.records import EpochRecord, load, load_readable
 from cdgrab_experiments.report import write_report
 from cdgrab_experiments.runner import Interrupted, Place, run
 from cdgrab_experiments.saved_state import read_state
 from cdgrab_experiments.whole_files import alone, write_whole
-from cdgrab_experiments.words import markdown
 
 
 def chosen(**changes: Any) -> RunConfig:

@@ -11,9 +11,10 @@ from _runs import INFO, made_experiment, made_run
 from cdgrab_experiments import published, records
 from cdgrab_experiments.compare import compare
 from cdgrab_experiments.estimates import Estimate
+from cdgrab_experiments.markdown import markdown
 from cdgrab_experiments.records import Run
 from cdgrab_experiments.report import page, write_report
-from cdgrab_experiments.words import interval, markdown, number, spread, verdicts
+from cdgrab_experiments.words import interval, number, spread, verdicts
 
 
 def write(folder: Path, runs: list[Run]) -> None:
@@ -176,6 +177,17 @@ def test_the_table_has_difference_seeds_and_verdict() -> None:
     assert "| -0.09 ± 0.15 (0.0018 takes 8,903 seeds) | cannot tell |" in text
     glance = page(compare([*runs, *(replace(run, config=replace(run.config, workers=8)) for run in runs)]))
     assert glance.count("<td>Cannot tell") + glance.count("cannot tell") >= 2
+
+
+def test_several_settings_begin_with_all_of_them_at_a_glance() -> None:
+    runs = [made_run([8, 7, 4], seed=seed, workers=workers) for seed in range(2) for workers in (4, 8)]
+    runs += [made_run([8, 7, 3], seed=seed, order="cd-grab") for seed in range(2)]
+    runs.append(made_run([8, 7, 5], seed=0, order="pair", workers=8))
+    text = markdown(compare(runs))
+    assert text.index("## At a glance") < text.index("## hmda, 4 workers")
+    assert "| hmda, 4 workers (stand-in data) | 2 | -1.00 (0.0018 takes 2 seeds) | gain | 0.875 | 0.15 |" in text
+    assert "| hmda, 8 workers (stand-in data) | — | — | — | — | — | — | — |" in text
+    assert "At a glance" not in markdown(compare([run for run in runs if run.config.workers == 4]))
 
 
 def test_a_noisy_rival_is_no_gain_for_others() -> None:
