@@ -227,4 +227,10 @@ def test_the_papers_figures_are_found_by_setting() -> None:
     swept = published.find(replace(setting, task="cifar10", workers=64, lr=1e-2))
     assert swept is not None
     assert swept.loss == {"cd-grab": 0.899, "rr": 1.024}
+    lstm = replace(setting, task="wikitext2", variant="published", batch_size=4, lr=5.0, epochs=20)
+    whole, after_20 = (published.find(replace(lstm, epochs=epochs)) for epochs in (50, 20))
+    assert whole is not None
+    assert after_20 is not None
+    assert (whole.epochs_ratio, after_20.epochs_ratio) == ("0.30", "0.63")
+    assert published.differences(lstm, after_20) == []
     assert published.find(replace(setting, task="digits")) is None
