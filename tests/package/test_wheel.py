@@ -143,4 +143,4 @@ def test_what_is_declared_is_what_is_tested() -> None:
     assert tested is not None
     assert set(pythons) <= set(re.findall(r"3\.\d+", tested[1]))
     (torch,) = (found for found in project["dependencies"] if found.startswith("torch"))
-    assert f'"torch=={torch.removeprefix("torch>=")}.0 ' in workflow
+    assert f"packages: torch=={torch.removeprefix('torch>=')}.0 " in workflow

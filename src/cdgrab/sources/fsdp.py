@@ -21,6 +21,11 @@ class FsdpAttachment:
     """Replaces the reduce-scatter of every wrapped module."""
 
     def __init__(self, port: Port, model: nn.Module) -> None:
+        if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+            raise ValueError(
+                f"whole batches under fully_shard need torch 2.9 or newer, and this is torch {torch.__version__}; "
+                "upgrade torch, order single examples (source='sketch'), or use DistributedDataParallel"
+            )
         self._port = port
         self._task: int | None = None  # the backward pass whose end has a callback
         self._stream: torch.cuda.Stream | None = None
