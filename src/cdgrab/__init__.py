@@ -3,6 +3,7 @@
 from cdgrab.balancing.rules import RULES, Greedy, Halving, Rule, RuleMaker, Walk
 from cdgrab.data import Indexed
 from cdgrab.functional import balance_rounds, balance_vectors
+from cdgrab.loaders import ordered
 from cdgrab.ordering import Ordering
 from cdgrab.orders import ORDERS
 from cdgrab.orders.herding import herding_bound
@@ -37,6 +38,7 @@ __all__ = [
     "factors",
     "flat_grad",
     "herding_bound",
+    "ordered",
     "per_example_grads",
     "register_layer",
     "set_flat_grad",
