@@ -1,0 +1,8 @@
+"""Balanced orders in the tools people train with: one module per tool, imported only when it is asked for.
+
+This package itself imports none of them. All are thin layers on `cdgrab.ordered`.
+"""
+
+from cdgrab.integrations.ranks import AllRanks
+
+__all__ = ["AllRanks"]
