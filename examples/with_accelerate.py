@@ -1,9 +1,9 @@
 """Balanced data ordering with Hugging Face Accelerate, in one process or on many, with checkpoints.
 
-    python examples/with_accelerate.py
-    accelerate launch --cpu --num_processes 2 examples/with_accelerate.py
+    python examples/with_accelerate.py [--resume]
+    accelerate launch --cpu --num_processes 2 examples/with_accelerate.py [--resume]
 
-The lines marked `cdgrab` are all it takes. What is saved at batch 50 of epoch 1 goes on from there.
+The lines marked `cdgrab` are all it takes. The order is saved and loaded with the accelerator's state.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--folder", default="results/accelerate", help="where the checkpoint goes")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="go on from batch 20 of epoch 1")
     options = parser.parse_args()
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     torch.manual_seed(0)  # the same data and the same model on every rank
-    inputs = torch.randn(800, 32)
+    inputs = torch.randn(480, 32)
     dataset = TensorDataset(inputs, (inputs @ torch.randn(32, 5)).argmax(1))
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

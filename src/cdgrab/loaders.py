@@ -105,7 +105,7 @@ def recipe_of(loader: Any, *, batches: Any = None) -> Recipe:
         loader: The loader.
         batches: Its batch sampler, if it has been wrapped.
     """
-    _check_dataset(getattr(loader, "dataset", None))
+    check_dataset(getattr(loader, "dataset", None))
     kind = _kind(loader)
     batches = loader.batch_sampler if batches is None else batches
     if batches is None:
@@ -120,14 +120,14 @@ def recipe_of(loader: Any, *, batches: Any = None) -> Recipe:
             "the loader has in_order=False, so batches overtake each other and gradients would go to the wrong "
             "examples; leave it out"
         )
-    check_sampler(batches.sampler, loader.dataset)
+    _check_sampler(batches.sampler, loader.dataset)
     options = {name: getattr(loader, name) for name in _KEPT}
     if hasattr(loader, "snapshot_every_n_steps"):
         options["snapshot_every_n_steps"] = loader.snapshot_every_n_steps
     return Recipe(kind, loader.dataset, batches.batch_size, batches.drop_last, options)
 
 
-def check_sampler(sampler: Any, dataset: Any) -> None:
+def _check_sampler(sampler: Any, dataset: Any) -> None:
     """Raise `ValueError` if `sampler` does more than to visit every example once."""
     if isinstance(sampler, OrderedSampler):
         raise ValueError("the loader is in a balanced order already; use the ordering that it was made with")
@@ -163,7 +163,7 @@ def _kind(loader: Any) -> type[DataLoader[Any]]:
     raise ValueError(f"the loader is a {kind.__name__}; {remedy}")
 
 
-def _check_dataset(dataset: Any) -> None:
+def check_dataset(dataset: Any) -> None:
     """Raise `ValueError` if a dataset streams its examples, so that nothing can be reordered."""
     streams = isinstance(dataset, IterableDataset) or (
         hasattr(dataset, "__iter__") and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))

@@ -58,7 +58,6 @@ def test_examples_train_on_two_ranks(name: str) -> None:
     ("name", "package", "checkpoint"),
     [
         ("with_lightning", "pytorch_lightning", "epoch=0.ckpt"),
-        ("with_trainer", "accelerate", "checkpoint-250"),
     ],
 )
 def test_examples_train_in_the_loops_of_others_and_resume_exactly(
@@ -73,9 +72,6 @@ def test_examples_train_in_the_loops_of_others_and_resume_exactly(
     assert loss_of(found[2]) < loss_of(found[0]) / 2
     assert found[3:] == found[1:3]
     folder = str(tmp_path / "ranks")
-    if name == "with_lightning":  # it starts its ranks itself
-        on_ranks = losses(program, "--devices", "2", *options, folder)
-    else:
-        on_ranks = torchrun(name, *options, folder)
+    on_ranks = losses(program, "--devices", "2", *options, folder)  # it starts its ranks itself
     assert len(on_ranks) == 3
     assert loss_of(on_ranks[-1]) < loss_of(on_ranks[0]) / 2

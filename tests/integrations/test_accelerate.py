@@ -27,8 +27,8 @@ DATA = TensorDataset(torch.arange(24), randn(24, 3))
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_example(ranks: int, tmp_path: Path) -> None:
-    batches = 800 // 8 // ranks
-    check_example("with_accelerate", str(tmp_path), examples=800, saved_at=batches + 20, ranks=ranks)
+    batches = 480 // 8 // ranks
+    check_example("with_accelerate", str(tmp_path), examples=480, saved_at=batches + 20, ranks=ranks)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from cdgrab.integrations.ranks import AllRanks
-from cdgrab.loaders import recipe_of
+from cdgrab.loaders import check_dataset, recipe_of
 from cdgrab.ordering import Ordering
 
 log = logging.getLogger("cdgrab")
@@ -54,6 +54,7 @@ def reorder(loader: Any, *, accumulate: int = 1, fetched: int = 1, **options: An
         fetched: Batches that the loop asks for before it trains on them.
         options: Further arguments of `Ordering`.
     """
+    check_dataset(getattr(loader, "dataset", None))
     if type(loader) is not DataLoaderShard:
         raise ValueError(
             f"the loader is a {type(loader).__name__}; expected one that accelerator.prepare() returned, without "
