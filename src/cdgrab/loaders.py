@@ -155,7 +155,7 @@ def _kind(loader: Any) -> type[DataLoader[Any]]:
     if hasattr(loader, "base_dataloader"):
         remedy = "it was prepared by Accelerate: use cdgrab.integrations.accelerate.balance(accelerator, model, loader)"
     elif kind.__name__ == "_FabricDataLoader":
-        remedy = "pass the loader as it was before fabric.setup_dataloaders(), which may follow"
+        remedy = "pass it as it was before fabric.setup_dataloaders() to cdgrab.integrations.fabric.balance()"
     elif isinstance(loader, DataLoader):
         remedy = "it may do more than a DataLoader: make cdgrab.Ordering(...) and pass it sampler=ordering.sampler"
     else:

@@ -1,8 +1,7 @@
-"""The examples run as they stand: under torchrun, and in the loops of other libraries."""
+"""The examples run as they stand under torchrun. Those of tools have tests in `tests/integrations`."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -12,14 +11,6 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-# Programs one after the other, which import the library they plug into once.
-IN_TURN = """
-import json, runpy, sys
-for sys.argv in json.loads(sys.argv[1]):
-    runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def losses(*command: str) -> list[str]:
@@ -51,27 +42,3 @@ def test_examples_train_on_two_ranks(name: str) -> None:
     found = torchrun(name)
     assert len(found) == 5
     assert loss_of(found[-1]) < loss_of(found[0]) / 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "package", "checkpoint"),
-    [
-        ("with_lightning", "pytorch_lightning", "epoch=0.ckpt"),
-    ],
-)
-def test_examples_train_in_the_loops_of_others_and_resume_exactly(
-    name: str, package: str, checkpoint: str, tmp_path: Path
-) -> None:
-    pytest.importorskip(package)
-    program, options = str(EXAMPLES / f"{name}.py"), ["--epochs", "3", "--folder"]
-    straight = [program, *options, str(tmp_path / "straight")]
-    resumed = [program, *options, str(tmp_path / "resumed"), "--resume", str(tmp_path / "straight" / checkpoint)]
-    found = losses("-c", IN_TURN, json.dumps([straight, resumed]))
-    assert len(found) == 5
-    assert loss_of(found[2]) < loss_of(found[0]) / 2
-    assert found[3:] == found[1:3]
-    folder = str(tmp_path / "ranks")
-    on_ranks = losses(program, "--devices", "2", *options, folder)  # it starts its ranks itself
-    assert len(on_ranks) == 3
-    assert loss_of(on_ranks[-1]) < loss_of(on_ranks[0]) / 2

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 
 from integrations._programs import EXAMPLES, Run, run_in_turn
 
 
-def check_example(name: str, folder: str, *, examples: int, saved_at: int, ranks: int) -> Run:
+def check_example(name: str, *more: str, folder: Path, examples: int, saved_at: int, ranks: int) -> Run:
     """Run an example and once more from its checkpoint, and check what holds for every tool.
 
     Args:
         name: Of the program in `examples/`.
+        more: Further arguments of it.
         folder: For checkpoints.
         examples: The number of examples in its dataset.
         saved_at: The batch of a rank, counted from the start, before which the checkpoint was taken.
         ranks: The number of processes.
     """
-    program = [str(EXAMPLES / f"{name}.py"), "--folder", folder]
+    program = [str(EXAMPLES / f"{name}.py"), "--folder", str(folder), *more]
     straight, resumed = run_in_turn(program, [*program, "--resume"], ranks=ranks)
     epochs = straight.epochs(examples)
     every = list(range(examples))

@@ -28,7 +28,7 @@ DATA = TensorDataset(torch.arange(24), randn(24, 3))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_example(ranks: int, tmp_path: Path) -> None:
     batches = 480 // 8 // ranks
-    check_example("with_accelerate", str(tmp_path), examples=480, saved_at=batches + 20, ranks=ranks)
+    check_example("with_accelerate", folder=tmp_path, examples=480, saved_at=batches + 20, ranks=ranks)
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from cdgrab.integrations.transformers import BalancedOrder  # noqa: E402
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_example(ranks: int, tmp_path: Path) -> None:
-    straight = check_example("with_trainer", str(tmp_path), examples=480, saved_at=80, ranks=ranks)
+    straight = check_example("with_trainer", folder=tmp_path, examples=480, saved_at=80, ranks=ranks)
     assert len(straight.batches[0]) == 4 * 60 // ranks
 
 
