@@ -110,7 +110,7 @@ def recipe_of(loader: Any, *, batches: Any = None) -> Recipe:
     batches = loader.batch_sampler if batches is None else batches
     if batches is None:
         raise ValueError("the loader has batch_size=None; give it a batch size, since batches are what is ordered")
-    if type(batches) is not BatchSampler:
+    if not _is_plain(batches, BatchSampler):
         raise ValueError(
             f"the loader has a batch_sampler of its own, {type(batches).__name__}, which chooses the batches; pass "
             "batch_size= to the loader instead"
@@ -131,9 +131,9 @@ def _check_sampler(sampler: Any, dataset: Any) -> None:
     """Raise `ValueError` if `sampler` does more than to visit every example once."""
     if isinstance(sampler, OrderedSampler):
         raise ValueError("the loader is in a balanced order already; use the ordering that it was made with")
-    if isinstance(sampler, SequentialSampler) or type(sampler) is DistributedSampler:
+    if isinstance(sampler, SequentialSampler) or _is_plain(sampler, DistributedSampler):
         return
-    if isinstance(sampler, RandomSampler):
+    if isinstance(sampler, RandomSampler) or _is_plain(sampler, RandomSampler):
         if not sampler.replacement and sampler.num_samples == len(dataset):
             return
         raise ValueError(
@@ -150,7 +150,7 @@ def _check_sampler(sampler: Any, dataset: Any) -> None:
 def _kind(loader: Any) -> type[DataLoader[Any]]:
     """The class to make the loader with; raises `ValueError` unless it is known how."""
     kind: type[Any] = type(loader)
-    if kind is DataLoader or (kind.__name__ == "StatefulDataLoader" and kind.__module__.startswith("torchdata.")):
+    if _is_plain(loader, DataLoader):
         return kind
     if hasattr(loader, "base_dataloader"):
         remedy = "it was prepared by Accelerate: use cdgrab.integrations.accelerate.balance(accelerator, model, loader)"
@@ -161,6 +161,12 @@ def _kind(loader: Any) -> type[DataLoader[Any]]:
     else:
         remedy = "pass a torch.utils.data.DataLoader, or make cdgrab.Ordering(...) and use ordering.sampler"
     raise ValueError(f"the loader is a {kind.__name__}; {remedy}")
+
+
+def _is_plain(found: Any, kind: type[Any]) -> bool:
+    """Whether `found` is an instance of this class of PyTorch's itself, or of torchdata's version of it."""
+    name = type(found).__name__.removeprefix("Stateful")
+    return type(found) is kind or (name == kind.__name__ and type(found).__module__.startswith("torchdata."))
 
 
 def check_dataset(dataset: Any) -> None:

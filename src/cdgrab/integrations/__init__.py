@@ -3,6 +3,7 @@
 This package itself imports none of them. All are thin layers on `cdgrab.ordered`.
 """
 
+from cdgrab.integrations.figures import log
 from cdgrab.integrations.ranks import AllRanks
 
-__all__ = ["AllRanks"]
+__all__ = ["AllRanks", "log"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cdgrab.ordering import Ordering
 
 
@@ -11,4 +13,32 @@ def figures(ordering: Ordering) -> dict[str, float]:
     return {f"cdgrab/{name}": float(value) for name, value in found.items()} if found["epoch"] >= 0 else {}
 
 
-__all__ = ["figures"]
+def log(ordering: Ordering, writer: Any) -> dict[str, float]:
+    """Write the figures of the last finished epoch; call it after every epoch.
+
+    Args:
+        ordering: The ordering.
+        writer: TensorBoard's `SummaryWriter`; a run of W&B, or `wandb` itself; `mlflow`; a logger of Lightning's; or
+            an `Accelerator` with trackers.
+
+    Returns:
+        What was written: `cdgrab/imbalance` and so on, as `Ordering.metrics` explains them.
+    """
+    found = figures(ordering)
+    epoch = int(found.get("cdgrab/epoch", 0))
+    if hasattr(writer, "add_scalar"):
+        for name, value in found.items():
+            writer.add_scalar(name, value, epoch)
+    elif hasattr(writer, "log_metrics"):
+        writer.log_metrics(found, step=epoch)
+    elif callable(getattr(writer, "log", None)):
+        writer.log(found)
+    else:
+        raise ValueError(
+            f"log() was given a {type(writer).__name__}; pass a SummaryWriter, a run of W&B, mlflow, a logger of "
+            "Lightning's or an Accelerator, or use the dict that ordering.metrics() returns"
+        )
+    return found
+
+
+__all__ = ["figures", "log"]
