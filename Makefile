@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint types unit mutate soak browser bench format dist clean
+.PHONY: demo test test-integrations lint types unit mutate soak browser bench format dist clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m cdgrab_experiments.demo
@@ -19,6 +19,11 @@ types: $(INSTALLED)
 
 unit: $(INSTALLED) browser
 	$(BIN)/python -m pytest -n 2
+
+# Tools that are large to install: Ray, TRL, Lightning and others. Those that `dev` has are tested by `make test` too.
+test-integrations: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test-integrations]'
+	$(BIN)/python -m pytest tests/integrations
 
 # Whether the tests notice faults; minutes, and no part of `make test`.
 mutate: $(INSTALLED)

@@ -51,7 +51,7 @@ def test_what_is_no_writer() -> None:
 
 def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    from tensorboard.backend.event_processing.event_accumulator import (
         EventAccumulator,
     )
     from torch.utils.tensorboard import SummaryWriter
