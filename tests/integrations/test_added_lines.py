@@ -20,3 +20,11 @@ def test_at_most_three_lines_are_added(path: Path) -> None:
     for line in lines:  # what makes or changes an ordering is marked
         makes = re.search(r"cdgrab\.|import.*cdgrab|ordering =|ordering,|attach\(", line)
         assert line.strip() in marked or not makes, line
+
+
+def test_the_page_shows_the_imports_of_the_examples() -> None:
+    page = (EXAMPLES[0].parents[1] / "docs" / "integrations.md").read_text()
+    for path in EXAMPLES:
+        assert path.name in page
+        [added] = re.findall(r"^(from cdgrab\.integrations.*?)  # cdgrab", path.read_text(), flags=re.MULTILINE)
+        assert f"+ {added}\n" in page

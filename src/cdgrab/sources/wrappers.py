@@ -27,6 +27,11 @@ def unwrapped(model: nn.Module, *, compiled: bool = True) -> nn.Module:
         if inner is None:
             break
         model = inner
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is split by DeepSpeed's ZeRO-3, so that no rank has whole layers; use ZeRO 0 to "
+            "2, or fully_shard (torch.distributed.fsdp)"
+        )
     for kind in type(model).__mro__:
         if kind.__name__ in _REFUSED:
             raise ValueError(f"{type(model).__name__} cannot be attached: {_REFUSED[kind.__name__]}")
