@@ -185,6 +185,22 @@ class Ordering:
         """The dataset indices this process has yet to visit in this epoch, in the order for a loader."""
         return self._settled().progress.remaining().astype(np.int64)
 
+    def examples_of(self, step: int) -> IntArray:
+        """The dataset indices of this process's batch at a step of this epoch, visited already or not.
+
+        Args:
+            step: Counted over all epochs from 0; an epoch has as many steps as its loader has batches.
+        """
+        epochs, size = self._settled(), self.batch_size
+        per_epoch = -(-self.examples_per_epoch // size)
+        first = epochs.epoch * per_epoch
+        if not first <= whole_number("step", step, least=0) < first + per_epoch:
+            raise ValueError(
+                f"step {step} is in epoch {step // per_epoch}, and this is epoch {epochs.epoch}, with steps {first} to "
+                f"{first + per_epoch - 1}; load a state of that epoch"
+            )
+        return epochs.progress.planned()[(step - first) * size :][:size].astype(np.int64)
+
     # What is observed
 
     def observe(self, rows: Tensor, units: Tensor | None = None) -> None:

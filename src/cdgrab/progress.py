@@ -168,11 +168,20 @@ class Progress:
         left_VJ = np.where(self._seen()[planned_VJ], -1, planned_VJ)
         return np.concatenate([*self._lines, left_VJ])
 
+    def planned(self) -> IntArray:
+        """The examples of the whole epoch in order; raises `ValueError` if rows came in another."""
+        if self._named:
+            raise ValueError(
+                "rows of this epoch came with units=, so batches may have come in any order; keep the indices that "
+                "the loader delivered"
+            )
+        return self._lanes.examples(self._order_N, self._padding)
+
     def remaining(self) -> IntArray:
         """The examples left to visit, in the order in which a loader should deliver them."""
         lanes = self._lanes
         if not self._named:
-            return lanes.examples(self._order_N, self._padding)[self._rows * lanes.unit_size :]
+            return self.planned()[self._rows * lanes.unit_size :]
         left_N = self._order_N[~self._seen()[self._order_N]][: lanes.num_visited - self._num_visited]
         rest_seen = (self._rows - self._num_visited) * lanes.unit_size
         return np.concatenate([lanes.units_Nu[left_N].reshape(-1), self._rest()[rest_seen:]])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -453,3 +454,36 @@ def test_more_steps_than_are_left() -> None:
     with pytest.raises(ValueError, match="without units="):
         ordering.observe(torch.ones(2, 2, 3), units=torch.arange(4))
     assert ordering.examples_left == 8
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("unit_size", [1, 2])
+def test_which_examples_were_in_a_step(unit_size: int, drop_last: bool) -> None:
+    ordering = Ordering(22, batch_size=4, unit_size=unit_size, drop_last=drop_last)
+    data: Any = range(22)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=4, sampler=ordering.sampler)
+    step = 0
+    for _ in range(3):
+        for batch in loader:
+            planned = ordering.examples_of(step).tolist()  # before it is observed
+            ordering.observe(randn(-(-len(batch) // unit_size), 3, seed=step))
+            assert planned == batch.tolist()
+            if step + 1 < ordering.epoch * len(loader) + len(loader) and step >= ordering.epoch * len(loader):
+                assert ordering.examples_of(step).tolist() == planned  # and afterwards
+            step += 1
+    assert step == 3 * len(loader)
+    saved = ordering.state_dict()
+    fresh = Ordering(22, batch_size=4, unit_size=unit_size, drop_last=drop_last)
+    fresh.load_state_dict(saved)
+    assert fresh.examples_of(step).tolist() == ordering.examples_of(step).tolist()
+
+
+def test_steps_whose_examples_are_not_known() -> None:
+    ordering = Ordering(8, batch_size=2)
+    with pytest.raises(ValueError, match=r"step 5 is in epoch 1, and this is epoch 0, with steps 0 to 3; load a state"):
+        ordering.examples_of(5)
+    with pytest.raises(ValueError, match="step is -1; it must be a whole number, 0 or more"):
+        ordering.examples_of(-1)
+    ordering.observe(randn(2, 3), units=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"rows of this epoch came with units=, so batches may have come in any order"):
+        ordering.examples_of(0)
