@@ -250,8 +250,6 @@ class _Running:
                 "begin this run anew"
             )
         try:
-            if self.ranks > 1:
-                state["ordering"] = state["ordering"][dist.get_rank()]
             self.trainer.load_state_dict(state, self.epochs[-1])
         except Exception as error:  # modules and optimizers answer a state that is not theirs in many ways
             raise ValueError(f"{file} does not fit this run ({error}); restore it, or {anew}") from error
