@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from cdgrab.integrations.fabric import AllRanks, balance  # cdgrab
+from cdgrab.integrations.fabric import balance  # cdgrab
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 5))
     net, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
     ordering, loader = balance(fabric, net, DataLoader(dataset, batch_size=8, shuffle=True))  # cdgrab
-    state = {"model": net, "optimizer": optimizer, "ordering": AllRanks(ordering)}  # cdgrab
+    state = {"model": net, "optimizer": optimizer, "ordering": ordering}  # cdgrab
     path = f"{options.folder}/fabric.ckpt"
     if options.resume:
         fabric.load(path, state)

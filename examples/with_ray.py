@@ -19,7 +19,7 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from cdgrab.integrations.ray import AllRanks, balance  # cdgrab
+from cdgrab.integrations.ray import balance  # cdgrab
 
 
 def train(config: dict[str, bool]) -> None:
@@ -30,7 +30,7 @@ def train(config: dict[str, bool]) -> None:
     model = ray.train.torch.prepare_model(nn.Linear(32, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     ordering, loader = balance(model, data)  # cdgrab
-    state = {"model": model, "ordering": AllRanks(ordering)}  # cdgrab
+    state = {"model": model, "ordering": ordering}  # cdgrab
     saved = ray.train.get_checkpoint()
     for name, part in torch.load(f"{saved.path}/state.pt").items() if saved else ():
         state[name].load_state_dict(part)

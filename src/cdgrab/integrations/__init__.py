@@ -4,6 +4,5 @@ This package itself imports none of them. All are thin layers on `cdgrab.ordered
 """
 
 from cdgrab.integrations.figures import log
-from cdgrab.integrations.ranks import AllRanks
 
-__all__ = ["AllRanks", "log"]
+__all__ = ["log"]

@@ -14,7 +14,6 @@ from accelerate.data_loader import DataLoaderShard
 from torch import nn
 
 from cdgrab.integrations.batches import OwnBatches, own_batches
-from cdgrab.integrations.ranks import AllRanks
 from cdgrab.loaders import check_dataset, recipe_of
 from cdgrab.ordering import Ordering
 
@@ -36,7 +35,7 @@ def balance(
     """
     ordering = reorder(loader, accumulate=accelerator.gradient_accumulation_steps, **options)
     ordering.attach(model, source=source)
-    accelerator.register_for_checkpointing(AllRanks(ordering))
+    accelerator.register_for_checkpointing(ordering)
     return ordering
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from cdgrab.integrations.batches import own_batches
-from cdgrab.integrations.ranks import AllRanks
 from cdgrab.loaders import recipe_of
 from cdgrab.ordering import Ordering
 
@@ -21,7 +20,7 @@ def balance(
     """An ordering found from the gradients of `model`, and `loader` set up by Fabric in its order.
 
     It takes the place of `fabric.setup_dataloaders(loader)`, which sets epochs by a count that starts anew in every
-    process. `fabric.save` and `fabric.load` take `AllRanks(ordering)` in their state, at any batch.
+    process. `fabric.save` and `fabric.load` take the ordering in their state, at any batch.
 
     Args:
         fabric: Fabric, launched.
@@ -38,4 +37,4 @@ def balance(
     return ordering, fabric.setup_dataloaders(own, use_distributed_sampler=False)
 
 
-__all__ = ["AllRanks", "balance"]
+__all__ = ["balance"]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from cdgrab.integrations.figures import figures
-from cdgrab.integrations.ranks import AllRanks
 from cdgrab.loaders import recipe_of
 from cdgrab.ordering import Ordering
 
@@ -73,7 +72,7 @@ class BalancedOrder(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The order of all ranks."""
-        return {} if self.ordering is None else AllRanks(self.ordering).state_dict()
+        return {} if self.ordering is None else self.ordering.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep an order until there is a loader for it."""
@@ -92,7 +91,7 @@ class BalancedOrder(Callback):
             assert trainer.model is not None
             self.ordering.attach(trainer.model, source=self._source)
             if self._state:
-                AllRanks(self.ordering).load_state_dict(self._state)
+                self.ordering.load_state_dict(self._state)
                 self._state = {}
             self._made = trainer.current_epoch, len(recipe.dataset)
         elif trainer.current_epoch == self._made[0]:

@@ -8,7 +8,6 @@ import ray.train.torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from cdgrab.integrations.ranks import AllRanks
 from cdgrab.loaders import ordered
 from cdgrab.ordering import Ordering
 
@@ -18,7 +17,7 @@ def balance(
 ) -> tuple[Ordering, DataLoader[Any]]:
     """An ordering found from the gradients of `model`, and `loader` prepared by Ray in its order.
 
-    It takes the place of `ray.train.torch.prepare_data_loader(loader)`. Checkpoints take `AllRanks(ordering)`, whose
+    It takes the place of `ray.train.torch.prepare_data_loader(loader)`. Checkpoints take the ordering, whose
     `state_dict` all workers call; after a restart every worker loads it, and goes on at the batch where it was taken.
 
     Args:
@@ -34,4 +33,4 @@ def balance(
     return ordering, prepared
 
 
-__all__ = ["AllRanks", "balance"]
+__all__ = ["balance"]

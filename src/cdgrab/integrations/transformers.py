@@ -13,7 +13,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from cdgrab.integrations.accelerate import reorder
 from cdgrab.integrations.figures import figures
-from cdgrab.integrations.ranks import AllRanks
 from cdgrab.ordering import Ordering
 
 _FILE = "ordering.pt"
@@ -66,7 +65,7 @@ class BalancedOrder(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002
         """Add the order to a checkpoint that was just written."""
         assert self.ordering is not None
-        saved = {"digest": _digest(state), "ordering": AllRanks(self.ordering).state_dict()}
+        saved = {"digest": _digest(state), "ordering": self.ordering.state_dict()}
         if args.should_save:
             path = _folder(args, state) / _FILE
             partial = path.with_suffix(".partial")
@@ -102,7 +101,7 @@ class BalancedOrder(TrainerCallback):
             saved = torch.load(path, weights_only=True)
             if saved["digest"] == _digest(state):
                 assert self.ordering is not None
-                AllRanks(self.ordering).load_state_dict(saved["ordering"])
+                self.ordering.load_state_dict(saved["ordering"])
                 self._logged = max((entry.get("cdgrab/epoch", -1) for entry in state.log_history), default=-1)
                 return
         raise ValueError(
