@@ -28,7 +28,7 @@ from cdgrab_experiments.records import EpochRecord, load, load_readable
 from cdgrab_experiments.report import write_report
 from cdgrab_experiments.runner import Interrupted, Place, run
 from cdgrab_experiments.saved_state import read_state
-from cdgrab_experiments.whole_files import alone, write_whole
+from cdgrab_experiments.whole_files import write_whole
 
 
 def chosen(**changes: Any) -> RunConfig:
@@ -82,6 +82,18 @@ def test_lines_that_were_lost_swapped_or_edited_are_noticed(what: str, saved: Pa
     file.write_text("".join(f"{line}\n" for line in EDITS[what](file.read_text().splitlines())))
     with pytest.raises(ValueError, match=r"epochs.jsonl.*restore its files from a copy, or remove the folder"):
         load(saved)
+
+
+@pytest.mark.parametrize("what", ["a line is lost", "two are swapped", "one is edited", "one has no digest"])
+def test_lines_of_a_run_under_way_are_checked_alike(what: str, tmp_path: Path) -> None:
+    """Its `run.json` has no digest of the last line yet."""
+    begun = made_run([2.0, 1.5, 1.25, 1.125, 1.0, 0.9])
+    records.save(tmp_path, replace(begun, epochs=begun.epochs[:4]))
+    assert len(load(tmp_path).epochs) == 4
+    file = tmp_path / "epochs.jsonl"
+    file.write_text("".join(f"{line}\n" for line in EDITS[what](file.read_text().splitlines())))
+    with pytest.raises(ValueError, match=r"line 2 of epochs\.jsonl: it does not follow from the lines before"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["config", "data", "minimum", "environment", "stopped"])
@@ -354,47 +366,3 @@ def test_a_request_to_end_in_a_save_is_kept_until_it_is_done(
     interruptible_again = run(chosen(), Place(tmp_path / "asked", tmp_path))
     assert [r.loss for r in interruptible_again.epochs] == [r.loss for r in straight.epochs]
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".partial", ".pt", ".lock")]
-
-
-def test_two_writers_of_one_file_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process may write the same file meanwhile; either content is whole."""
-    real = os.fsync
-
-    def other(number: int) -> None:
-        real(number)
-        monkeypatch.setattr(os, "fsync", real)
-        monkeypatch.setattr(os, "getpid", lambda: 12345)
-        write_whole(tmp_path / "page", "b" * 10)
-
-    monkeypatch.setattr(os, "fsync", other)
-    write_whole(tmp_path / "page", "a" * 20)
-    assert (tmp_path / "page").read_text() == "a" * 20
-    assert os.listdir(tmp_path) == ["page"]
-
-
-def test_links_are_replaced_and_never_followed(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / f"page.{os.getpid()}.partial").symlink_to(victim)
-    write_whole(folder / "page", "new")
-    (folder / ".lock").symlink_to(victim)
-    with pytest.raises(OSError, match="symbolic link"), alone(folder):
-        pass
-    assert victim.read_text() == "precious"
-    assert (folder / "page").read_text() == "new"
-
-
-def test_a_lock_that_was_given_up_meanwhile_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fcntl
-
-    real = fcntl.flock
-
-    def late(file: Any, how: int) -> None:
-        real(file, how)
-        (tmp_path / ".lock").unlink()  # as its holder did between our two calls
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with pytest.raises(ValueError, match="another process is working"), alone(tmp_path):
-        pass
