@@ -54,7 +54,9 @@ def pass_of(loader: DataLoader[Any], ordering: cdgrab.Ordering) -> list[list[int
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(
-    "order", [{}, {"shuffle": True}, {"sampler": DistributedSampler(DATA, num_replicas=1, rank=0)}], ids=str
+    "order",
+    [{}, {"shuffle": True}, {"sampler": DistributedSampler(DATA, num_replicas=1, rank=0)}],
+    ids=["sequential", "shuffled", "distributed"],
 )
 def test_the_same_loader_in_the_order_of_an_ordering(order: dict[str, Any], drop_last: bool) -> None:
     given = DataLoader(DATA, batch_size=4, drop_last=drop_last, collate_fn=doubled, **order)
@@ -163,7 +165,6 @@ def ordered_once() -> DataLoader[Any]:
         (DataLoader(DATA), {"batch_size": 4}, "batch_size was given, which the loader says already"),
         (DataLoader(DATA), {"accumulate": 0}, "accumulate is 0; it must be a whole number, 1 or more"),
     ],
-    ids=str,
 )
 def test_loaders_whose_order_cannot_be_replaced(loader: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
