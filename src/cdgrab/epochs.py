@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cdgrab.arguments import as_rows
 from cdgrab.balancing.tally import Tally
+from cdgrab.deliveries import Deliveries
 from cdgrab.elastic import Saved, part_for
 from cdgrab.exchange.agreement import check_digest
 from cdgrab.exchange.connection import Connection
@@ -51,6 +52,7 @@ class Epochs:
         progress: Which units of the epoch have been observed.
         intake: Checks rows and passes them to the sorter.
         meter: The time spent on ordering, and the figures of the last epoch.
+        deliveries: What the sampler has handed out.
     """
 
     def __init__(self, settings: Settings, connection: Connection, lanes: Lanes) -> None:
@@ -58,6 +60,7 @@ class Epochs:
         self._lock = _Lock()
         self.epoch = 0
         self.meter = Meter()
+        self.deliveries = Deliveries(settings)
         self._dealt = self.lanes = lanes
         self.order_N = _as_dealt(lanes)
         self.progress = Progress(self.lanes, 0, self.order_N)
@@ -133,6 +136,7 @@ class Epochs:
         step = self.progress.next_step(None, self.settings.units_per_batch)
         counts_mL = self.lanes.counts(step.start, step.visits, self.settings.sorted_lanes)
         self.progress.record(step)
+        self._check_delivered()
         counts_L = np.ones(self.settings.lanes, dtype=bool) if counts_mL is None else counts_mL[0]
         return CountedStep(counts_L, self.progress.finished)
 
@@ -155,6 +159,7 @@ class Epochs:
         """End the epoch with the rows observed so far, and put the next order in force."""
         with self.meter.timed():
             tallies = self._arrange()
+        self.deliveries.end_epoch(self.epoch, attached=self.progress.finished and self.intake.model is not None)
         if self.progress.rows:
             self.meter.finish(self.epoch, tallies, self.progress.num_unvisited, self.bytes_sent)
 
@@ -208,6 +213,10 @@ class Epochs:
             step = self.progress.named_step(len(rows_ND), examples)
         # All checks are done: the step is recorded.
         self.progress.record(self.intake.take(rows_ND, step, self.lanes))
+        self._check_delivered()
+
+    def _check_delivered(self) -> None:
+        self.deliveries.check_step(self.epoch, self.lanes.num_samples - self.progress.samples_left)
 
     def close(self) -> None:
         """Destroy the process group that ordering made for itself."""

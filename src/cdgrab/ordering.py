@@ -111,7 +111,7 @@ class Ordering:
                 settings.unit_size,
                 lanes_dealt.num_local,
             )
-        self.sampler = OrderedSampler(self, settings, range(settings.num_examples))
+        self.sampler = OrderedSampler(self, settings, range(settings.num_examples), self._epochs.deliveries)
 
     # What was asked for
 
@@ -160,7 +160,7 @@ class Ordering:
     @property
     def orders(self) -> tuple[Tensor, ...]:
         """The dataset indices of the units in this epoch's order, for each lane of this process."""
-        epochs = self._settled()
+        epochs = self._asked()
         visited_Nu = epochs.lanes.units_Nu[epochs.order_N]
         num_lanes = epochs.lanes.num_local
         return tuple(_as_indices(visited_Nu[lane::num_lanes]) for lane in range(num_lanes))
@@ -168,7 +168,7 @@ class Ordering:
     @property
     def order(self) -> Tensor:
         """The dataset indices of this process's units in this epoch's order."""
-        epochs = self._settled()
+        epochs = self._asked()
         return _as_indices(epochs.lanes.units_Nu[epochs.order_N])
 
     @property
@@ -183,7 +183,7 @@ class Ordering:
 
     def remaining(self) -> IntArray:
         """The dataset indices this process has yet to visit in this epoch, in the order for a loader."""
-        return self._settled().progress.remaining().astype(np.int64)
+        return self._asked().progress.remaining().astype(np.int64)
 
     def examples_of(self, step: int) -> IntArray:
         """The dataset indices of this process's batch at a step of this epoch, visited already or not.
@@ -191,7 +191,7 @@ class Ordering:
         Args:
             step: Counted over all epochs from 0; an epoch has as many steps as its loader has batches.
         """
-        epochs, size = self._settled(), self.batch_size
+        epochs, size = self._asked(), self.batch_size
         per_epoch = -(-self.examples_per_epoch // size)
         first = epochs.epoch * per_epoch
         if not first <= whole_number("step", step, least=0) < first + per_epoch:
@@ -333,6 +333,12 @@ class Ordering:
     def _packed(self, parts: dict[int, Any]) -> dict[str, Any]:
         config, layout = _divided(self._config)
         return pack({"config": config, "layout": layout, "epoch": self._epochs.epoch, "parts": parts})
+
+    def _asked(self) -> Epochs:
+        """The epochs, for somebody who wants to know the order, and may deal it out without the sampler."""
+        epochs = self._settled()
+        epochs.deliveries.by_hand = True
+        return epochs
 
     def _settled(self) -> Epochs:
         """The epochs, after all pending work of an attached model. Starts no collective: one rank may call it alone."""

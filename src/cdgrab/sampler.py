@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, DistributedSampler
 
+from cdgrab.deliveries import Deliveries
 from cdgrab.fields import Fields
-from cdgrab.lanes import IntArray
 from cdgrab.settings import Settings
 
 if TYPE_CHECKING:
     from cdgrab.ordering import Ordering
 
 log = logging.getLogger("cdgrab")
-
-_AT_A_TIME = 1 << 16
 
 
 class OrderedSampler(DistributedSampler[Any]):
@@ -32,13 +29,14 @@ class OrderedSampler(DistributedSampler[Any]):
     look at one batch) leaves no trace. To begin the next epoch early, call `set_epoch`.
     """
 
-    def __init__(self, ordering: Ordering, settings: Settings, dataset: Dataset[Any] | range) -> None:
+    def __init__(
+        self, ordering: Ordering, settings: Settings, dataset: Dataset[Any] | range, deliveries: Deliveries
+    ) -> None:
         world = ordering.world
         # The type of `dataset` is widened: only its length is used.
-        self._ordering, self._settings = ordering, settings
+        self._ordering, self._settings, self._deliveries = ordering, settings, deliveries
         super().__init__(dataset, world.size, world.rank, seed=ordering.seed, drop_last=ordering.drop_last)  # type: ignore[arg-type]
         self._stood_at: list[tuple[int, int]] = []
-        self._given: _Given | None = None
         self._resumed: tuple[int, int] | None = None  # where a loader says that it stood
 
     def __iter__(self) -> Iterator[int]:
@@ -46,12 +44,12 @@ class OrderedSampler(DistributedSampler[Any]):
         self._notice_a_standstill()
         left = self._ordering.remaining()
         left = left[self._to_skip() :]
-        self._given = _Given(self._ordering.epoch, self.num_samples - len(left), left)
-        return itertools.chain.from_iterable(self._given)
+        delivery = self._deliveries.begin(self._ordering.epoch, self.num_samples - len(left), left)
+        return itertools.chain.from_iterable(delivery)
 
     def state_dict(self) -> dict[str, int]:
         """How far the latest iterator is, for loaders that save their own state. It does not replace the ordering's."""
-        given = self._given
+        given = self._deliveries.latest
         if given is None or (given.epoch, given.place) < self._observed():
             return dict(zip(("epoch", "place"), self._observed(), strict=True))
         return {"epoch": given.epoch, "place": given.place}
@@ -128,7 +126,8 @@ class OrderedSampler(DistributedSampler[Any]):
         """
         ordering = self._ordering
         here = (ordering.epoch, ordering.examples_left)
-        if self._given is not None and not self._given.begun:
+        latest = self._deliveries.latest
+        if latest is not None and not latest.begun:
             return  # loaders that restore a state make iterators of which they take nothing
         if not 0 < ordering.examples_left < min(ordering.batch_size, ordering.examples_per_epoch):
             return
@@ -141,36 +140,6 @@ class OrderedSampler(DistributedSampler[Any]):
         if len(self._stood_at) > 2:
             raise RuntimeError(message)
         log.warning(message)
-
-
-class _Given:
-    """The examples that an iterator gives, some at a time: a list of all of them would take several times the memory.
-
-    Attributes:
-        epoch: The epoch they belong to.
-    """
-
-    def __init__(self, epoch: int, start: int, examples: IntArray) -> None:
-        self.epoch, self._examples = epoch, examples
-        self._start = self._end = start
-        self._part: Iterator[int] = iter([])
-
-    @property
-    def place(self) -> int:
-        """How many examples of the epoch have been given. The iterator knows what is left, so nobody has to count."""
-        return self._end - operator.length_hint(self._part)
-
-    @property
-    def begun(self) -> bool:
-        """Whether any example has been given."""
-        return self._end > self._start
-
-    def __iter__(self) -> Iterator[Iterator[int]]:
-        for start in range(0, len(self._examples), _AT_A_TIME):
-            part = self._examples[start : start + _AT_A_TIME].tolist()
-            self._part = iter(part)
-            self._end += len(part)
-            yield self._part
 
 
 __all__ = ["OrderedSampler"]

@@ -26,8 +26,8 @@ def test_docstrings(name: str) -> None:
     if ".triton_" in name and importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     tool = name.removeprefix("cdgrab.integrations.")
-    if tool in ("accelerate", "lightning", "transformers"):
-        pytest.importorskip(tool)
+    if tool in ("accelerate", "fabric", "lightning", "ray", "transformers"):
+        pytest.importorskip("lightning" if tool == "fabric" else tool)
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 

@@ -138,6 +138,7 @@ def test_the_rest_is_balanced_and_one_warning_says_so(
     ordering = Ordering(5 * NUM, batch_size=NUM, unit_size=1, lanes=NUM)
     catching = Catching(source_of(source, 2**20), lambda rows: rows)
     ordering.attach(model, source=catching)
+    assert len(ordering.order) == 5 * NUM
     other = Ordering(5 * NUM, batch_size=NUM, unit_size=1, lanes=NUM)
     for tokens in TOKENS:
         cross_entropy(model(tokens), Y).backward()
@@ -251,7 +252,8 @@ def test_compiled_blocks_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_change_between_epochs_is_followed(source: str, caplog: pytest.LogCaptureFixture) -> None:
     """A layer is unfrozen, and another one replaced: the next epoch is like that of a model attached anew."""
 
-    def epoch(model: nn.Module) -> None:
+    def epoch(model: nn.Module, ordering: Ordering) -> None:
+        assert len(ordering.order) == 5 * NUM
         for tokens in TOKENS:
             cross_entropy(model(tokens), Y).backward()
 
@@ -269,9 +271,9 @@ def test_a_change_between_epochs_is_followed(source: str, caplog: pytest.LogCapt
     (followed, ordering), (anew, again) = made(), made()
     for model, one in ((followed, ordering), (anew, again)):
         one.attach(model, source=source_of(source, 64))
-        epoch(model)
+        epoch(model, one)
     change(followed)
-    epoch(followed)
+    epoch(followed, ordering)
     assert "the model is attached again" in caplog.text
     assert ordering.epoch == 2
     assert ordering.metrics()["balanced"] == pytest.approx(1 - 24 / 116)
@@ -279,7 +281,7 @@ def test_a_change_between_epochs_is_followed(source: str, caplog: pytest.LogCapt
         again.detach()
         change(anew)
         again.attach(anew, source=source_of(source, 64))
-        epoch(anew)
+        epoch(anew, again)
         assert ordering.order.tolist() == again.order.tolist()
 
 

@@ -169,6 +169,7 @@ def test_nothing_is_kept_of_passes_that_are_over(kind: str) -> None:
     x, y = randn(4, 3, 30, dtype=torch.float64), torch.arange(4)
     counts = []
     for _ in range(4):  # epochs
+        assert len(ordering.order) == 16
         for _ in range(4):
             cross_entropy(net(x), y).backward()
         gc.collect()
