@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from cdgrab_experiments.beside import beside_the_paper
 from cdgrab_experiments.compare import Comparison
 from cdgrab_experiments.glance import glance
 from cdgrab_experiments.words import LEGEND, Table, table, verdicts
@@ -28,6 +29,9 @@ def markdown(comparisons: Sequence[Comparison], left_out: Sequence[str] = ()) ->
             _markdown_table(table(comparison)),
         ]
         parts.append("\n".join(said))
+        paper = beside_the_paper(comparison)
+        if paper is not None:
+            parts += [_markdown_table(paper.table) if paper.table.rows else "", plain(paper.remarks)]
     if left_out:
         parts += ["## Left out", "\n".join(f"- {plain(line)}" for line in left_out)]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -21,6 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from cdgrab_experiments import published, records, words
+from cdgrab_experiments.beside import beside_the_paper
 from cdgrab_experiments.compare import Comparison, compare
 from cdgrab_experiments.curves import PARTS, Band, Curve, curves, time_split
 from cdgrab_experiments.estimates import Estimate
@@ -132,7 +133,7 @@ def _section(key: str, comparison: Comparison, lines: dict[str, Curve]) -> dict[
         "key_parts": used,
         "table": words.table(comparison),
         "legend": words.LEGEND.format(comparison.rival),
-        "published": _beside_the_paper(comparison),
+        "published": beside_the_paper(comparison),
         "commands": list(dict.fromkeys(run.info.command for run in runs if run.info.command)) or ["not recorded"],
         "facts": _facts(comparison),
     }
@@ -148,34 +149,6 @@ def _bars(split: dict[str, dict[str, float]], names: list[str]) -> list[dict[str
         label = f"{contender}: {total} seconds per epoch ({said})"
         bars.append({"name": contender, "total": total, "label": label, "parts": widths})
     return bars
-
-
-def _beside_the_paper(comparison: Comparison) -> dict[str, Any] | None:
-    found = published.find(comparison.setting)
-    if found is None:
-        return None
-    rows: list[list[words.Cell]] = []
-
-    def add(what: str, paper: str, here: str) -> None:
-        rows.append([words.Cell(what), words.Cell(paper), words.Cell(here)])
-
-    mine = {row.contender: row for row in comparison.rows}
-    for contender, loss in found.loss.items():
-        final = mine[contender].final if contender in mine else None
-        add(f"final loss, {published.NAMES[contender]} ({contender})", f"{loss:g}", words.spread(final))
-    for contender, value in found.metric.items():
-        here = mine[contender].metric if contender in mine else None
-        unit = f"{found.metric_name}, {published.NAMES[contender]} ({contender})"
-        add(unit, f"{value:g}", words.spread(here))
-    ours = mine.get("cd-grab")
-    share, pace = (words.interval(value) for value in ((ours.epochs_ratio, ours.pace) if ours else (None, None)))
-    if found.epochs_ratio:
-        add("share of epochs CD-GraB takes to D-RR's final loss", found.epochs_ratio, share)
-    if found.pace:
-        add("seconds per epoch, CD-GraB over D-RR (authors' code)", found.pace, pace)
-    differences = published.differences(comparison.setting, found)
-    header = ["", "paper", "here"]
-    return {"header": header, "rows": rows, "setup": found.setup, "note": found.note, "differences": differences}
 
 
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:

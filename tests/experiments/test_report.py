@@ -210,9 +210,26 @@ def test_numbers_are_written_as_people_write_them() -> None:
 
 
 def test_tables_in_markdown_keep_their_columns() -> None:
-    lines = markdown(compare(made_experiment(seeds=1, epochs=2, orders=("rr", "a|b")))).splitlines()
+    lines = markdown(compare(made_experiment(seeds=1, epochs=2, orders=("rr", "a|b"), task="digits"))).splitlines()
     cells = {len(re.findall(r"(?<!\\)\|", line)) for line in lines if line.startswith("|")}
     assert len(cells) == 1
+
+
+def test_points_of_the_papers_curves_stand_beside_ours() -> None:
+    """With the metric that is theirs, over seeds, of finished runs; none for epochs that were not run."""
+    info = replace(INFO, metric="test_perplexity", data="")
+    runs = []
+    for seed in range(3):
+        run = made_run([9.0 - 0.1 * epoch + seed for epoch in range(9)], info=info, task="wikitext2", seed=seed)
+        told = [replace(r, metrics={**r.metrics, "test_perplexity_published": 100.0 + r.epoch}) for r in run.epochs]
+        runs.append(replace(run, epochs=told[: 9 if seed < 2 else 7]))
+    text = markdown(compare(runs))
+    assert "| loss after 5 epochs, D-RR (rr) | 5.67 | 9.00 ± 0.71 |" in text
+    assert "| loss after 10 epochs, D-RR (rr) | 5.625 | — |" in text
+    assert "| test perplexity after 5 epochs, D-RR (rr) | 285.3 | 105.00 |" in text
+    assert "| final loss, D-RR (rr) | 5.361 | 8.70 ± 0.71 |" in text
+    assert "| final test perplexity, CD-GraB (cd-grab) | 223.6 | — |" in text
+    assert "lr 0.005 instead of 5.0; epochs 8 instead of 50." in text
 
 
 def test_the_papers_figures_are_found_by_setting() -> None:
