@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from cdgrab.balancing.tally import Tally
 from cdgrab.deliveries import Deliveries
 from cdgrab.elastic import Saved, part_for
 from cdgrab.exchange.agreement import check_digest
+from cdgrab.exchange.collectives import LostPeer
 from cdgrab.exchange.connection import Connection
 from cdgrab.exchange.sharded import ShardedPairs
 from cdgrab.fields import Fields, damaged
@@ -187,15 +189,16 @@ class Epochs:
         sorter, settings = self.intake.sorter, self.settings
         if sorter is None:
             return []
-        self.intake.settle()
-        sorter.close()
-        tallies = sorter.tallies()
         mine = slice(None)
-        if settings.coordinated:
-            mine = slice(settings.world.rank, None, settings.world.size)
-            if settings.ranks_meet:
-                sorter.decisions.replace(self._connection.exchange.share(sorter.decisions.joined()))
-                check_digest(self.epoch, sorter.decisions.digest(), self._connection.group)
+        with self._saying_where():
+            self.intake.settle()
+            sorter.close()
+            tallies = sorter.tallies()
+            if settings.coordinated:
+                mine = slice(settings.world.rank, None, settings.world.size)
+                if settings.ranks_meet:
+                    sorter.decisions.replace(self._connection.exchange.share(sorter.decisions.joined()))
+                    check_digest(self.epoch, sorter.decisions.digest(), self._connection.group)
         self.order_N = sorter.arrange(self.progress.by_visit(), mine)
         return tallies
 
@@ -212,8 +215,18 @@ class Epochs:
             examples = torch.as_tensor(units).reshape(-1).cpu().numpy()
             step = self.progress.named_step(len(rows_ND), examples)
         # All checks are done: the step is recorded.
-        self.progress.record(self.intake.take(rows_ND, step, self.lanes))
+        with self._saying_where():
+            step = self.intake.take(rows_ND, step, self.lanes)
+        self.progress.record(step)
         self._check_delivered()
+
+    @contextmanager
+    def _saying_where(self) -> Iterator[None]:
+        try:
+            yield
+        except LostPeer as lost:
+            step = self.progress.rows // self.settings.units_per_batch
+            raise LostPeer(f"epoch {self.epoch}, step {step}: {lost}") from lost.__cause__
 
     def _check_delivered(self) -> None:
         self.deliveries.check_step(self.epoch, self.lanes.num_samples - self.progress.samples_left)

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cdgrab.exchange.collectives import waiting_for
+
 
 def check_same(what: str, mine: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Raise `ValueError` on every rank if the ranks' values differ; the message names ranks and values."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    with waiting_for(what, group):
+        dist.all_gather_object(everyone, mine, group=group)
     for field in mine:
         values = [theirs.get(field) for theirs in everyone]
         if any(value != values[0] for value in values):
@@ -30,7 +33,8 @@ def check_digest(epoch: int, digest: int, group: dist.ProcessGroup | None) -> No
     if dist.get_backend(group) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
         mine, everyone = mine.to(device), [theirs.to(device) for theirs in everyone]
-    dist.all_gather(everyone, mine, group=group)
+    with waiting_for("the digest of signs", group):
+        dist.all_gather(everyone, mine, group=group)
     values = torch.stack(everyone).tolist()
     if any(value != values[0] for value in values):
         listed = ", ".join(f"rank {rank}: epoch {value[0]}, digest {value[1]:08x}" for rank, value in enumerate(values))

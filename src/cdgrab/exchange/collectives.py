@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class LostPeer(RuntimeError):
+    """A collective failed, because another rank has stopped or is elsewhere."""
+
+
+@contextmanager
+def waiting_for(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Turn the error of a collective into one that names the rank and what it waited for."""
+    try:
+        yield
+    except RuntimeError as error:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        reason = str(error).partition("\n")[0]
+        raise LostPeer(
+            f"rank {rank} of {size} waited for {what} of other ranks, which did not come ({reason}). One of them has "
+            "stopped, or is at another step: its own error says why"
+        ) from error
 
 
 def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdgrab.exchange.base import Exchange
+from cdgrab.exchange.collectives import waiting_for
 from cdgrab.lanes import BoolArray
 
 
@@ -39,12 +40,14 @@ class Gather(Exchange):
     def _all_gather(self, mine: Tensor) -> Callable[[], list[Tensor]]:
         size = dist.get_world_size(self.group)
         parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(size)]
-        work: dist.Work | None = dist.all_gather(parts, mine.contiguous(), group=self.group, async_op=True)
+        with waiting_for("rows", self.group):
+            work: dist.Work | None = dist.all_gather(parts, mine.contiguous(), group=self.group, async_op=True)
         self.bytes_sent += (size - 1) * mine.numel() * mine.element_size()
 
         def wait() -> list[Tensor]:
             if work is not None:
-                work.wait()
+                with waiting_for("rows", self.group):
+                    work.wait()
             return parts
 
         return wait

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdgrab.exchange.base import Exchange
+from cdgrab.exchange.collectives import waiting_for
 from cdgrab.exchange.gather import Gather, by_lane
 from cdgrab.orders.fill import SignArray
 
@@ -26,7 +27,8 @@ class Server(Gather):
         rows_mJD = rows_mJD.contiguous()
         serving = dist.get_rank(self.group) == 0
         parts = [torch.empty_like(rows_mJD) for _ in range(dist.get_world_size(self.group))] if serving else None
-        dist.gather(rows_mJD, parts, group=self.group, group_dst=0)
+        with waiting_for("rows", self.group):
+            dist.gather(rows_mJD, parts, group=self.group, group_dst=0)
         if parts is None:
             self.bytes_sent += rows_mJD.numel() * rows_mJD.element_size()
             return None

@@ -26,6 +26,7 @@ from cdgrab.balancing.rules import Rule, RuleMaker, load_rule
 from cdgrab.balancing.tables import advance, balance, difference_table
 from cdgrab.balancing.tally import Tally, Witness
 from cdgrab.exchange.base import Exchange
+from cdgrab.exchange.collectives import waiting_for
 from cdgrab.exchange.gather import Gather, by_lane
 from cdgrab.fields import Fields, damaged
 from cdgrab.lanes import BoolArray, IntArray
@@ -49,7 +50,8 @@ class Sharded(Gather):
         # One all-to-all for all visits: the slices of rank 0 first, then those of rank 1, and so on.
         sent_WmJc = padded_mJD.unflatten(2, (size, width)).permute(2, 0, 1, 3).contiguous()
         slices_WmJc = torch.empty_like(sent_WmJc)
-        dist.all_to_all_single(slices_WmJc.view(-1), sent_WmJc.view(-1), group=self.group)
+        with waiting_for("rows", self.group):
+            dist.all_to_all_single(slices_WmJc.view(-1), sent_WmJc.view(-1), group=self.group)
         self.bytes_sent += sent_WmJc.numel() * sent_WmJc.element_size() * (size - 1) // size
         return by_lane(list(slices_WmJc))
 
@@ -80,15 +82,18 @@ class SlicedPairs:
         summed: Their table, which the all-reduce sums over ranks.
         work: That all-reduce; None if there is nothing to wait for.
         active_L: Lanes that had a unit in both visits.
+        group: The ranks.
     """
 
     summed: Tensor
     work: dist.Work | None
     active_L: BoolArray
+    group: dist.ProcessGroup | None
 
     def table(self, running_sum: Collection[StoredSlices]) -> Tensor:  # noqa: ARG002, `summed` has its products
         if self.work is not None:
-            self.work.wait()
+            with waiting_for("inner products", self.group):
+                self.work.wait()
         if self.active_L.all():
             return self.summed
         index = np.flatnonzero(self.active_L)
@@ -170,7 +175,7 @@ class ShardedPairs:
             return
         table = torch.stack(tables).sum(0)
         work = self._exchange.add_up(table) if self._num_lanes > 1 else None
-        self._pending = SlicedPairs(table, work, active_L)
+        self._pending = SlicedPairs(table, work, active_L, self._exchange.group)
 
     def resolve(self) -> None:
         """Decide the signs of the last pair; the store is then free for the next one."""
