@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cdgrab_experiments import published
@@ -59,23 +59,31 @@ def _at(point: Point, comparison: Comparison, found: Published, *, final: bool =
     """Losses and metrics after as many epochs as the point has."""
     lines = []
     for what, values in (("loss", point.loss), (found.metric_name, point.metric)):
-        title = f"final {what}" if final else f"{what} after {point.epoch} epochs"
-        for contender, value in values.items():
-            runs = [run for run in comparison.runs.get(contender, {}).values() if finished(run)]
-            here = _mean_at(point.epoch, runs, None if what == "loss" else found.metric_key)
-            lines.append(_line(f"{title}, {published.NAMES[contender]} ({contender})", f"{value:g}", spread(here)))
+        after = f"{point.epoch} epoch{'s' * (point.epoch != 1)}"
+        title = f"final {what}" if final else f"{what} after {after}"
+        ours: dict[str, dict[int, float]] = {}
+        for name, value in values.items():
+            runs = comparison.runs.get(name, {})
+            ours[name] = _by_seed(point.epoch, runs, None if what == "loss" else found.metric_key)
+            here = spread(Estimate.of([*ours[name].values()]))
+            lines.append(_line(f"{title}, {published.NAMES[name]} ({name})", f"{value:g}", here))
+        if {"cd-grab", "rr"} <= values.keys():
+            pairs = [ours["cd-grab"][seed] - ours["rr"][seed] for seed in ours["cd-grab"].keys() & ours["rr"].keys()]
+            paper = f"{values['cd-grab'] - values['rr']:.3g}"
+            lines.append(_line(f"{title}, CD-GraB less D-RR", paper, interval(Estimate.of(pairs))))
     return lines
 
 
-def _mean_at(epoch: int, runs: Iterable[Run], metric: str | None) -> Estimate | None:
-    """Of the loss, if `metric` is None; of the metric that counts, if it is empty."""
+def _by_seed(epoch: int, runs: Mapping[int, Run], metric: str | None) -> dict[int, float]:
+    """The loss of finished runs, if `metric` is None; the metric that counts, if it is empty."""
 
     def value(run: Run, record: EpochRecord) -> float:
         if metric is None:
             return record.loss
         return record.metrics.get(metric, metric_of(run, record))
 
-    return Estimate.of([value(run, record) for run in runs for record in run.epochs if record.epoch == epoch])
+    through = {seed: run for seed, run in runs.items() if finished(run) and len(run.epochs) > epoch}
+    return {seed: value(run, run.epochs[epoch]) for seed, run in through.items()}
 
 
 def _line(what: str, paper: str, here: str) -> list[Cell]:

@@ -37,6 +37,8 @@ KNOWN = {
     "grab": Look(*COLOURS["green"], (7, 3), "v"),
     "global-rr": Look(*COLOURS["sky"], (7, 3), "X"),
     "shuffle-once": Look(*COLOURS["grey"], (7, 3), "P"),
+    "shared-rr": Look(*COLOURS["sky"], (7, 3, 2, 3), "<"),
+    "all-plus": Look(*COLOURS["grey"], (2, 2), "X"),
     "flip-flop": Look(*COLOURS["amber"], (2, 2), "<"),
 }
 PATTERNS: list[tuple[int, ...]] = [(7, 3, 2, 3), (2, 2), (7, 3), (10, 4)]
