@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cdgrab import ORDERS, Ordering
+from cdgrab import ORDERS, Ordering, World
 from cdgrab_experiments.config import RunConfig
 
 KINDS = "iid, sorted (by class) or dirichlet:ALPHA (ALPHA above 0; the smaller, the fewer classes a worker has)"
@@ -51,8 +51,10 @@ def placed(config: RunConfig, labels_N: Tensor | None, num: int, shards: int | N
     if labels_N is None and shards is None:
         raise ValueError(f"partition {config.partition!r} needs classes, which this task has none of; use iid")
     workers, seed, partition = config.workers, config.seed, config.partition
-    # Real ranks are dealt the same positions, but see only their own.
-    dealt = Ordering(num, batch_size=workers, unit_size=1, order=config.order, lanes=workers, seed=seed)
+    # Real ranks are dealt the same positions, but would see only their own.
+    dealt = Ordering(
+        num, batch_size=workers, unit_size=1, order=config.order, lanes=workers, seed=seed, world=World(0, 1)
+    )
     positions = [order.numpy() for order in dealt.orders]
     rng = np.random.default_rng([seed, 0x5B117])
     sizes = [len(mine) for mine in positions]

@@ -36,8 +36,12 @@ def test_torchrun(tmp_path: Path) -> None:
     assert done.stdout.count("Records in") == 1  # one rank speaks
 
 
-def train(task: str, order: str, folder: Path, data: Path, stop_after: int | None) -> Run | None:
-    config = resolve(task, Choices(order=order, workers=2, batch_size=64 if task == "digits" else 4, epochs=4))
+def train(
+    task: str, order: str, folder: Path, data: Path, stop_after: int | None, partition: str = "iid"
+) -> Run | None:
+    workers = 4 if task == "wikitext2" else 2
+    batch = 64 if task == "digits" else 4
+    config = resolve(task, Choices(order=order, workers=workers, batch_size=batch, epochs=4, partition=partition))
 
     def stop(record: EpochRecord) -> None:
         if record.epoch == stop_after:
@@ -61,3 +65,20 @@ def test_ranks_train_as_simulated_workers(task: str, order: str, tmp_path: Path)
         if order == "cd-grab":
             assert there.epochs[-1].imbalance == pytest.approx(here.epochs[-1].imbalance, rel=1e-3)
     assert load_all(tmp_path / "there")[0].complete
+
+
+def test_ranks_own_what_the_split_gives_them(tmp_path: Path) -> None:
+    here = train("digits", "cd-grab", tmp_path / "here", tmp_path, None, "sorted")
+    assert here is not None
+    for there in run_ranks(2, train, "digits", "cd-grab", tmp_path / "there", tmp_path, None, "sorted"):
+        assert [record.loss for record in there.epochs] == pytest.approx([r.loss for r in here.epochs], rel=1e-4)
+
+
+@pytest.mark.parametrize("order", ["rr", "cd-grab"])
+def test_each_rank_carries_the_state_of_its_columns(order: str, tmp_path: Path) -> None:
+    """The LSTM as published: a model's state is its rank's own, and what is clipped is the averaged gradient."""
+    MAKE["wikitext2"](tmp_path / "data")
+    here = train("wikitext2", order, tmp_path / "here", tmp_path / "data", None)
+    assert here is not None
+    for there in run_ranks(4, train, "wikitext2", order, tmp_path / "there", tmp_path / "data", None):
+        assert [record.loss for record in there.epochs] == pytest.approx([r.loss for r in here.epochs], rel=1e-4)
