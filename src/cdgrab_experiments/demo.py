@@ -47,7 +47,7 @@ def configs(seeds: int, epochs: int) -> list[RunConfig]:
 
 def summary(comparisons: list[Comparison]) -> Table:
     """One line for every setting."""
-    shown = Table(box=None, padding=(0, 2, 0, 0))
+    shown = Table(box=None, padding=(0, 1, 0, 0))
     for column in ("", "loss, rr", "cd-grab", "rr's epochs", "rr's seconds", ""):
         shown.add_column(column, justify="right" if column else "left", no_wrap=True)
     ordered = sorted(comparisons, key=lambda c: list(STEP_SIZES).index((c.setting.variant, c.setting.workers)))
