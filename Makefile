@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-integrations lint types unit mutate soak browser bench format dist clean
+.PHONY: demo test test-integrations lint types unit mutate soak browser bench docs format dist clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m cdgrab_experiments.demo
@@ -39,6 +39,13 @@ browser:
 	    root=; test "$$(id -u)" = 0 || root="sudo -n"; get="$$root env DEBIAN_FRONTEND=noninteractive apt-get -qq"; \
 	    { $$get update && $$get install -y --no-install-recommends chromium chromium-driver chromium-sandbox; } >/dev/null 2>&1; } || true
 
+# The documentation as a site, in site/: `python -m http.server -d site` shows it. A broken link or reference fails.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(INSTALLED) browser
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m pytest tests/site
+
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.sorter
 	$(BIN)/python -m benchmarks.exchange
@@ -63,4 +70,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv results build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv results build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
