@@ -1,4 +1,4 @@
-"""What mkdocs does not do by itself: pages for files of the repository that pages link to, outside of `docs/`.
+"""What mkdocs does not do by itself: a page of the command, and pages for files outside of `docs/`.
 
 A page in `docs/` links to files as they lie in the repository, so that links work in a forge and in an editor. On the
 site such a file becomes a page under `repository/`, and links are changed to match. Links to folders become text.
@@ -85,10 +85,29 @@ def linked(path: Path) -> list[Path]:
     return found
 
 
+def commands() -> str:
+    """The page of the command `cdgrab`, from the command itself."""
+    import typer
+
+    from cdgrab_experiments.cli import app
+
+    group: Any = typer.main.get_command(app)
+    page = f"# The command `cdgrab`\n\n{group.help} It comes with the extra `experiments`.\n\n{group.epilog}\n"
+    for name, command in sorted(group.commands.items()):
+        page += f"\n## cdgrab {name}\n\n{command.help}\n\n| argument | default | |\n|---|---|---|\n"
+        for option in command.params:
+            shown = ", ".join(o for o in option.opts if o.startswith("-")) or option.name.upper()
+            usual = "" if option.default in (None, False, [], ()) or callable(option.default) else f"`{option.default}`"
+            page += f"| `{shown}` | {usual} | {(getattr(option, 'help', '') or '').replace('|', '&#124;')} |\n"
+        page += f"\n{command.epilog}\n" if command.epilog else ""
+    return re.sub(r"^(Example: )(.*)$", r"\1`\2`", page, flags=re.MULTILINE)
+
+
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for every file outside of `docs/` that can be reached by links."""
+    """Add the page of the command, and one for every file outside of `docs/` that can be reached by links."""
     waiting = [ROOT / name for name in ALWAYS]
     waiting += [target for path in DOCS.rglob("*.md") for target in linked(path)]
+    files.append(File.generated(config, "reference/cli.md", content=commands()))
     done = {ROOT / "README.md"}
     while waiting:
         path = waiting.pop()

@@ -192,8 +192,10 @@ def load_generator(rng: np.random.Generator, state: Fields) -> None:
 
 
 RuleMaker = Callable[[np.random.Generator], Rule]
+"""A function that makes a rule from a random generator; `Ordering(rule=...)` takes one."""
 
 RULES: dict[str, RuleMaker] = {"greedy": Greedy, "walk": Walk, "halving": Halving}
+"""The rules by name."""
 
 
 def find_rule(rule: str | RuleMaker) -> RuleMaker:

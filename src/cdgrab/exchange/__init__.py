@@ -13,8 +13,10 @@ from cdgrab.exchange.server import Server
 from cdgrab.exchange.sharded import Sharded, ShardedPairs
 
 ExchangeMaker = Callable[[dist.ProcessGroup | None], Exchange]
+"""A function that makes an exchange from a process group; `Ordering(exchange=...)` takes one."""
 
 EXCHANGES: dict[str, ExchangeMaker] = {"sharded": Sharded, "gather": Gather, "server": Server}
+"""The exchanges by name."""
 
 
 def find_exchange(exchange: str | ExchangeMaker) -> ExchangeMaker:

@@ -79,6 +79,7 @@ ORDERS: dict[str, OrderSpec] = {
     "id-grab": Balanced("mean", coordinated=False),
     "greedy-herding": Herded(),
 }
+"""The orders by name. `Free` ones need no gradients, `Balanced` and `Herded` ones do."""
 
 
 def find_order(name: str) -> OrderSpec:

@@ -22,6 +22,7 @@ SOURCES: dict[str, type[GradientSource]] = {
     "per_example": PerExampleSource,
     "sketch": SketchSource,
 }
+"""The sources by name."""
 
 _GONE = {
     "ghost": "use 'sketch', which keeps nearly all of its gain at less cost, or 'per_example', whose rows are exact",
