@@ -76,3 +76,14 @@ def test_no_page_is_left_out_of_the_repository() -> None:
         ["git", "check-ignore", *map(str, PAGES)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.stdout == ""
+
+
+def test_the_table_of_models_has_those_that_are_tested() -> None:
+    tested = (ROOT / "tests" / "unit" / "per_example" / "test_models_of_others.py").read_text()
+    expected = re.findall(r'^    "([^"]+)": \(.*, ([\d.]+)\),', tested, flags=re.MULTILINE)
+    page = (ROOT / "docs" / "integrations.md").read_text().partition("\n## Models\n")[2].partition("\n## ")[0]
+    shown: dict[str, float] = {}
+    for families, shares in re.findall(r"^\| (\w.*?) \| ([\d., ]+) \|", page, flags=re.MULTILINE):
+        names, numbers = families.split(", "), [float(share) for share in shares.split(", ")]
+        shown |= dict(zip(names, numbers * len(names) if len(numbers) == 1 else numbers, strict=True))
+    assert shown == {name: pytest.approx(float(share), abs=0.0051) for name, share in expected}

@@ -38,6 +38,8 @@ PAGES = [
     "how_to/loop.html",
     "integrations.html",
     "reference/ordering.html",
+    "reference/orders.html",
+    "reference/cli.html",
     "results/index.html",
     "faq.html",
 ]
