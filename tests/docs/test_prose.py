@@ -38,6 +38,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{link}: {sorted(anchors(target))}"
 
 
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    """As `make docs` asks; here without building it."""
+    docs = ROOT / "docs"
+    named = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    there = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    made = {name for name in named if name.startswith("repository/")} | {"reference/cli.md"}
+    assert named - made == there
+
+
 def readme() -> list[str]:
     """The paragraphs of the README: no code, no tables, no tags, and of links only what is read."""
     text = without_code((ROOT / "README.md").read_text())
