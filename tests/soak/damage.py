@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from resume._damage import around, edited, flipped, loads, truncated
-from resume.test_damage import POSSIBLE, STATES, maker, saved
+from resume.test_damaged_states import POSSIBLE, STATES, maker, saved
 
 FLIPS, CUTS = 10_000, 1_000
 
