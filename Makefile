@@ -23,7 +23,7 @@ unit: $(INSTALLED) browser
 # Tools that are large to install: Ray, TRL, Lightning and others. Those that `dev` has are tested by `make test` too.
 test-integrations: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test-integrations]'
-	$(BIN)/python -m pytest tests/integrations
+	CDGRAB_TEST_INTEGRATIONS=1 $(BIN)/python -m pytest tests/integrations
 
 # Whether the tests notice faults; minutes, and no part of `make test`.
 mutate: $(INSTALLED)

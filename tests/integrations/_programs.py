@@ -44,7 +44,7 @@ class Run:
         return [loaded[start : start + examples] for start in range(0, len(loaded), examples)]
 
 
-def run_in_turn(*programs: list[str], ranks: int = 1, timeout: float = 240) -> list[Run]:
+def run_in_turn(*programs: list[str], ranks: int = 1, timeout: float = 120) -> list[Run]:
     """Run programs (a path and its arguments) on so many processes, as torchrun would start them."""
     with tempfile.TemporaryDirectory() as folder:
         calls = list(zip(_free_ports(len(programs)), programs, strict=True))
