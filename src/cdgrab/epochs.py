@@ -23,7 +23,7 @@ from cdgrab.balancing.tally import Tally
 from cdgrab.deliveries import Deliveries
 from cdgrab.elastic import Saved, part_for
 from cdgrab.exchange.agreement import check_digest
-from cdgrab.exchange.collectives import LostPeer
+from cdgrab.exchange.collectives import LostPeer, waiting_for
 from cdgrab.exchange.connection import Connection
 from cdgrab.exchange.sharded import ShardedPairs
 from cdgrab.fields import Fields, damaged
@@ -257,7 +257,8 @@ class Epochs:
         if self._connection.exchange.replicates and settings.world.rank:
             mine["sorter"] = None
         everyone: list[Any] = [None] * settings.world.size
-        dist.all_gather_object(everyone, mine, group=self._connection.group)
+        with self._saying_where(), waiting_for("the state (all ranks call state_dict())", self._connection.group):
+            dist.all_gather_object(everyone, mine, group=self._connection.group)
         return dict(enumerate(everyone))
 
     def load_state_dict(self, saved: Saved) -> None:

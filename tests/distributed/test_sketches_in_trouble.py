@@ -92,3 +92,17 @@ def test_a_rank_that_dies_takes_the_others_down_within_the_time_out() -> None:
     assert dead == "no answer"
     assert survivor is not None
     assert re.match(r"LostPeer: epoch 0, step [23]: rank 0 of 2 waited for rows of other ranks", survivor)
+
+
+def saves_alone() -> None:
+    ordering, model = Ordering(26, batch_size=4, unit_size=1), net()
+    ordering.attach(model, source="sketch", length=32)
+    steps(ordering, model, 2)
+    if dist.get_rank() == 0:
+        ordering.state_dict()
+
+
+def test_a_state_that_one_rank_asks_for_alone_says_that_all_must() -> None:
+    (_, alone), _ = start_ranks(2, saves_alone, timeout=3)
+    assert alone is not None
+    assert re.match(r"LostPeer: epoch 0, step 2: rank 0 of 2 waited for the state \(all ranks call state_dict", alone)
